@@ -1,0 +1,40 @@
+"""umem: a unified-memory-aware checkpoint loader.
+
+The public names load their parts when first used: `import umem` imports no torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from umem.api import load, load_into, plan, probe
+    from umem.config import LoadConfig
+    from umem.errors import UmemError
+    from umem.planning import LoadPlan
+    from umem.report import LoadReport
+
+__all__ = ["LoadConfig", "LoadPlan", "LoadReport", "UmemError", "load", "load_into", "plan", "probe"]
+__version__ = "0.1.0"
+
+_PLACES = {
+    "LoadConfig": "umem.config",
+    "LoadPlan": "umem.planning",
+    "LoadReport": "umem.report",
+    "UmemError": "umem.errors",
+    "load": "umem.api",
+    "load_into": "umem.api",
+    "plan": "umem.api",
+    "probe": "umem.api",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PLACES:
+        raise AttributeError(f"module 'umem' has no attribute {name!r}")
+    return getattr(import_module(_PLACES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

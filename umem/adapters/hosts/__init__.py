@@ -1,0 +1,1 @@
+"""Host frameworks, one package each, imported only when asked for."""

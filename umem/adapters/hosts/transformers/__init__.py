@@ -1,0 +1,119 @@
+"""transformers: models built by its own `from_pretrained`, filled by umem.
+
+Everything that `from_pretrained` does besides loading weights (config, meta construction, ties, missing heads, buffers,
+generation config, eval mode) is the library's own code. Tested with transformers 5.24.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from umem.api import LoadSession
+from umem.checkpoint import Checkpoint
+from umem.errors import CheckpointNotFoundError, MissingDependencyError, UnsupportedError
+from umem.planning import LoadPlan
+
+try:
+    import transformers
+except ImportError as error:
+    raise MissingDependencyError("loading a model needs transformers 5: pip install 'umem[transformers]'") from error
+
+from umem.adapters.hosts.transformers.loading import TransformersLoad
+from umem.adapters.hosts.transformers.seam import LoadStep, replaced_loading
+
+__all__ = ["load_model", "plan_model"]
+
+
+class _PlannedError(Exception):
+    """Carries a plan out of the library, which stops there."""
+
+    def __init__(self, plan: LoadPlan) -> None:
+        self.plan = plan
+
+
+def load_model(
+    session: LoadSession,
+    path_or_id: str,
+    *,
+    dtype: Any,
+    allow_missing: Sequence[str],
+    allow_unexpected: Sequence[str],
+    model_class: Any = None,
+    **settings: Any,
+) -> Any:
+    """The model of the checkpoint, loaded. `model_class` is a model or Auto class; None takes what the config names."""
+    checkpoint = _opened(session, path_or_id, settings)
+    job = TransformersLoad(session, checkpoint, allow_missing, allow_unexpected)
+    return _from_pretrained(session, path_or_id, checkpoint, job.run, dtype, model_class, settings)
+
+
+def plan_model(
+    session: LoadSession,
+    path_or_id: str,
+    *,
+    dtype: Any,
+    allow_missing: Sequence[str],
+    allow_unexpected: Sequence[str],
+    model_class: Any = None,
+    **settings: Any,
+) -> LoadPlan:
+    """The plan of the same load. The library runs up to its weight-loading step, with the model on the meta device."""
+    checkpoint = _opened(session, path_or_id, settings)
+    job = TransformersLoad(session, checkpoint, allow_missing, allow_unexpected)
+
+    def stop_with_plan(model: Any, load_config: Any) -> Any:
+        raise _PlannedError(job.plan(model, load_config))
+
+    try:
+        _from_pretrained(session, path_or_id, checkpoint, stop_with_plan, dtype, model_class, settings)
+    except _PlannedError as planned:
+        return planned.plan
+    raise UnsupportedError(f"{path_or_id}: the library did not come to load any weights")
+
+
+def _opened(session: LoadSession, path_or_id: str, settings: Mapping[str, Any]) -> Checkpoint:
+    subfolder = settings.get("subfolder") or ""
+    if subfolder and not os.path.isdir(path_or_id):
+        raise UnsupportedError("subfolder is for local directories; download the snapshot and give its path")
+    path = os.path.join(path_or_id, subfolder) if subfolder else path_or_id
+    return session.open(path, revision=settings.get("revision"))
+
+
+def _from_pretrained(
+    session: LoadSession,
+    path_or_id: str,
+    checkpoint: Checkpoint,
+    step: LoadStep,
+    dtype: Any,
+    model_class: Any,
+    settings: dict[str, Any],
+) -> Any:
+    source = os.path.dirname(path_or_id) or "." if os.path.isfile(path_or_id) else path_or_id
+    if os.path.isdir(source) and not os.path.exists(
+        os.path.join(source, settings.get("subfolder") or "", "config.json")
+    ):
+        raise CheckpointNotFoundError(
+            "there is no config.json, so nothing says which model this is; fill a module of your own by umem.load_into",
+            path=source,
+        )
+    device = session.platform.device
+    with session.phase("build"), replaced_loading(source, [shard.path for shard in checkpoint.shards], step):
+        chosen = model_class or _class_of(source, settings)
+        return chosen.from_pretrained(
+            source, dtype=dtype, device_map=None if device == "cpu" else {"": device}, **settings
+        )
+
+
+def _class_of(source: str, settings: Mapping[str, Any]) -> Any:
+    """The class that the config names; remote code through the Auto class that it is registered for."""
+    names = ("trust_remote_code", "revision", "subfolder", "token", "cache_dir", "local_files_only")
+    config = transformers.AutoConfig.from_pretrained(
+        source, **{name: settings[name] for name in names if settings.get(name) is not None}
+    )
+    remote = [name for name in getattr(config, "auto_map", None) or () if name.startswith("AutoModel")]
+    if remote and settings.get("trust_remote_code"):
+        return getattr(transformers, max(remote, key=lambda name: (name == "AutoModelForCausalLM", len(name))))
+    architecture = (getattr(config, "architectures", None) or [None])[0]
+    return getattr(transformers, architecture or "AutoModel", transformers.AutoModel)

@@ -1,0 +1,114 @@
+"""The weight-loading step of `from_pretrained`, as a plan that umem runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from transformers import core_model_loading as library
+from transformers.utils.loading_report import LoadStateDictInfo
+
+from umem.adapters.hosts.transformers.mapping import CompiledMapping, Slot, compile_mapping
+from umem.api import LoadSession
+from umem.checkpoint import Checkpoint, Entry
+from umem.errors import IncompleteConversionError, KeyMismatchError, ShapeMismatch
+from umem.planning import LoadPlan, make_plan
+
+__all__ = ["TransformersLoad"]
+
+
+class TransformersLoad:
+    """One load of one model."""
+
+    def __init__(
+        self,
+        session: LoadSession,
+        checkpoint: Checkpoint,
+        allow_missing: Sequence[str],
+        allow_unexpected: Sequence[str],
+    ) -> None:
+        self._session, self._checkpoint = session, checkpoint
+        self._allow_missing, self._allow_unexpected = allow_missing, allow_unexpected
+        self._compiled: CompiledMapping | None = None
+
+    def plan(self, model: Any, load_config: Any) -> LoadPlan:
+        """The plan for `model`, which is on the meta device."""
+        with self._session.phase("plan"):
+            self._compiled = compile_mapping(model, self._checkpoint, load_config)
+            return make_plan(
+                self._checkpoint,
+                self._compiled.targets,
+                self._compiled.adaptation,
+                window_bytes=self._session.config.window_bytes,
+                allow_missing=self._allow_missing,
+                allow_unexpected=self._allow_unexpected,
+            )
+
+    def run(self, model: Any, load_config: Any) -> LoadStateDictInfo:
+        """Plan, load, install; what the library then learns is which parameters are still missing."""
+        plan = self.plan(model, load_config)
+        info = LoadStateDictInfo(set(model.state_dict()), set(), set(), [], {}, set())
+
+        def convert(name: str, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+            return self._converted(self._mapping.materialized[name], tensors, model, load_config, info)
+
+        tensors = self._session.run(plan, convert=convert)
+        with self._session.phase("install"):
+            self._install(model, tensors, load_config, info)
+        info.unexpected_keys.update(self._mapping.unexpected_names)
+        model._weight_conversions = [
+            transform for transform in load_config.weight_mapping or [] if transform.was_used()
+        ]
+        return info
+
+    @property
+    def _mapping(self) -> CompiledMapping:
+        if self._compiled is None:
+            raise ValueError("the load has no plan yet")
+        return self._compiled
+
+    def _converted(
+        self,
+        slot: Slot,
+        tensors: Mapping[str, torch.Tensor],
+        model: Any,
+        load_config: Any,
+        info: LoadStateDictInfo,
+    ) -> Mapping[str, torch.Tensor]:
+        """What the library's own code makes of whole tensors."""
+        device = self._mapping.targets[slot.name].device
+        if getattr(slot.transform, "force_cpu", False):
+            device = "cpu"
+
+        def cast(entry: Entry, dtype: torch.dtype | None) -> torch.Tensor:
+            return tensors[entry.name].to(device=device, dtype=dtype)
+
+        transform = slot.filled_transform(cast)
+        try:
+            results = transform.convert(
+                slot.name, model=model, config=model.config, hf_quantizer=load_config.hf_quantizer, loading_info=info
+            )
+        except library.SkipParameters as error:
+            message = info.conversion_errors.get(slot.name, "it failed").strip().splitlines()[-1]
+            raise IncompleteConversionError(message, conversion=slot.name, targets=[slot.name]) from error
+        return {name: result[0] if isinstance(result, list) else result for name, result in results.items()}
+
+    def _install(
+        self, model: Any, tensors: Mapping[str, torch.Tensor], load_config: Any, info: LoadStateDictInfo
+    ) -> None:
+        targets = self._mapping.targets
+        for name, tensor in tensors.items():
+            value = tensor
+            target = targets.get(name)
+            if target is not None and not target.is_buffer and not isinstance(tensor, torch.nn.Parameter):
+                value = torch.nn.Parameter(tensor, requires_grad=tensor.is_floating_point())
+            for alias in (name,) if target is None else (target.name, *target.aliases):
+                library.set_param_for_module(model, alias, value, info, load_config.hf_quantizer)
+        if info.mismatched_keys:
+            raise KeyMismatchError(
+                mismatched=[
+                    ShapeMismatch(name, str(list(found)), str(list(wanted)))
+                    for name, found, wanted in info.mismatched_keys
+                ]
+            )

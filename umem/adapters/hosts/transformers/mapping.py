@@ -1,0 +1,264 @@
+"""Compiles transformers' declarations of how checkpoint names and layouts map to parameters into the writes of a plan.
+
+Renaming is done by the library's own functions, so order, scopes and prefixes are theirs. A converter's operations are
+run on traced tensors (`adapters.tracing`): moves of elements come out as views of the final parameter. A converter that
+does anything else, or any quantizer's operation, stays the library's: a conversion that its own code runs on one group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import core_model_loading as library
+from transformers.integrations.accelerate import get_device
+from transformers.utils.loading_report import LoadStateDictInfo
+
+from umem._types import DType
+from umem.adapters.layout import NotALayoutError, stored
+from umem.adapters.tracing import TracedTensor
+from umem.checkpoint.entries import Checkpoint, Entry
+from umem.errors import UnsupportedError
+from umem.planning.targets import Targets, targets_of_module
+from umem.planning.writes import Adaptation, Conversion
+from umem.strategies.storage import torch_dtype
+
+__all__ = ["CompiledMapping", "Slot", "compile_mapping"]
+
+
+@dataclass(slots=True)
+class Slot:
+    """All that fills one parameter (or, for converters with several results, the parameters that start with it).
+
+    Attributes
+    ----------
+    name
+        The parameter's name in the model.
+    transform
+        The library's converter or renaming, as declared; not used up by compiling.
+    sources
+        Source pattern -> stored tensors in the library's order, each with the dtype that it is cast to first (None: as
+        stored).
+    quantization
+        The quantizer's operation on the result, if any.
+    """
+
+    name: str
+    transform: Any
+    sources: dict[str, list[tuple[Entry, torch.dtype | None]]] = field(default_factory=dict)
+    quantization: Any = None
+
+    @property
+    def is_converter(self) -> bool:
+        """Whether operations run on the tensors."""
+        return isinstance(self.transform, library.WeightConverter)
+
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        """Every stored tensor, in the library's order."""
+        return tuple(entry for sources in self.sources.values() for entry, _ in sources)
+
+    def filled_transform(self, tensor_of: Callable[[Entry, torch.dtype | None], torch.Tensor]) -> Any:
+        """A fresh copy of the transform that holds a tensor for each source, ready to convert."""
+        transform = deepcopy(self.transform)
+        transform.quantization_operation = self.quantization
+        for pattern, sources in self.sources.items():
+            for entry, dtype in sources:
+                transform.add_tensor(self.name, entry.name, pattern, tensor_of(entry, dtype))
+        return transform
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledMapping:
+    """A model's targets, what fills them, and the slots whose conversion stays with the library, by name."""
+
+    targets: Targets
+    adaptation: Adaptation
+    materialized: dict[str, Slot]
+    unexpected_names: frozenset[str]
+
+
+def compile_mapping(model: Any, checkpoint: Checkpoint, load_config: Any) -> CompiledMapping:
+    """Find what fills each parameter of `model`, which is on the meta device.
+
+    Parameters
+    ----------
+    load_config
+        The library's `LoadStateDictConfig`.
+
+    Raises
+    ------
+    UnsupportedError
+        The model is to be distributed or offloaded to disk.
+    """
+    if load_config.device_mesh is not None or "disk" in (load_config.device_map or {}).values():
+        raise UnsupportedError("umem does not yet load distributed models (device_mesh) or offload to disk")
+    return _Compiler(model, checkpoint, load_config).compile()
+
+
+class _Compiler:
+    def __init__(self, model: Any, checkpoint: Checkpoint, load_config: Any) -> None:
+        self.model, self.checkpoint, self.load_config = model, checkpoint, load_config
+        self.parameters: dict[str, torch.Tensor] = model.state_dict()
+        self.dtypes: dict[str, DType] = {}
+        self.adaptation = Adaptation([], [], [], [])
+        self.materialized: dict[str, Slot] = {}
+        self.unexpected: dict[str, str] = {}
+
+    def compile(self) -> CompiledMapping:
+        slots = self._slots()
+        for slot in slots.values():
+            self._compile_slot(slot)
+        may_lack, ignored = self._what_may_differ()
+        self.adaptation.unexpected.extend(name for name in self.unexpected if name not in ignored)
+        adaptation = self.adaptation._replace(may_lack=may_lack, ignored=tuple(sorted(ignored)))
+        targets = targets_of_module(self.model, dtype=self.dtypes.get, device=lambda name, _own: self._device(name))
+        return CompiledMapping(targets, adaptation, self.materialized, frozenset(self.unexpected.values()))
+
+    # --- names -------------------------------------------------------------------------------------------------------
+
+    def _slots(self) -> dict[str, Slot]:
+        """Every stored tensor in the slot of the parameter that the library would put it in."""
+        mapping = self.load_config.weight_mapping or []
+        renamings = [entry for entry in mapping if isinstance(entry, library.WeightRenaming)]
+        converters = [entry for entry in mapping if isinstance(entry, library.WeightConverter)]
+        by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+        dtype_of = self._dtype_rule()
+        slots: dict[str, Slot] = {}
+        for original in sorted(self.checkpoint.entries, key=library.dot_natural_key):
+            entry = self.checkpoint.entries[original]
+            name, pattern = self._renamed(original, renamings, converters)
+            if name not in self.parameters:
+                self.unexpected[original] = name
+                continue
+            if pattern is None:
+                slot = slots.setdefault(name, Slot(name, library.WeightRenaming(original, name)))
+            else:
+                slot = slots.setdefault(name, Slot(name, by_pattern[pattern]))
+            if slot.is_converter is (pattern is None) or (pattern is None and slot.sources):
+                self.unexpected[original] = name  # the library takes the first and drops the others
+                continue
+            dtype = dtype_of(slot, entry)
+            slot.sources.setdefault(pattern or original, []).append((entry, dtype))
+        return slots
+
+    def _renamed(self, original: str, renamings: list[Any], converters: list[Any]) -> tuple[str, str | None]:
+        prefix = self.model.base_model_prefix
+        renamed: tuple[str, str | None] = library.rename_source_key(
+            original, renamings, converters, prefix, self.parameters
+        )
+        if renamed[0] not in self.parameters and original in self.parameters:
+            renamed = library.rename_source_key(
+                original, [], [], base_model_prefix=prefix, meta_state_dict=self.parameters
+            )
+        return renamed
+
+    def _what_may_differ(self) -> tuple[frozenset[str], set[str]]:
+        """Parameters that a checkpoint may lack and stored tensors to leave out, as the model family says."""
+        written = {name for write in self.adaptation.writes for name in (write.target,)}
+        written |= {name for conversion in self.adaptation.conversions for name in conversion.targets}
+        absent = {name for name in self.parameters if name not in written}
+        tied_by_source: dict[str, set[str]] = {}
+        for target, source in (getattr(self.model, "all_tied_weights_keys", None) or {}).items():
+            tied_by_source.setdefault(source, {source}).add(target)
+        tied = {name for names in tied_by_source.values() if names - absent for name in names & absent}
+        info = LoadStateDictInfo(absent - tied, set(self.unexpected.values()), set(), [], {}, set())
+        self.model._adjust_missing_and_unexpected_keys(info)
+        ignored = {original for original, name in self.unexpected.items() if name not in info.unexpected_keys}
+        return frozenset(absent - info.missing_keys), ignored
+
+    # --- dtypes and devices ------------------------------------------------------------------------------------------
+
+    def _dtype_rule(self) -> Callable[[Slot, Entry], torch.dtype | None]:
+        """The dtype that the library casts a stored tensor to before converting; None keeps the stored one."""
+        plan = self.load_config.dtype_plan or {}
+        planned = library.build_glob_alternation(list(plan)) if plan else None
+        quantizer = self.load_config.hf_quantizer
+
+        def rule(slot: Slot, entry: Entry) -> torch.dtype | None:
+            parameter = self.parameters[slot.name]
+            quantized_now = (
+                quantizer and not quantizer.pre_quantized and quantizer.param_needs_quantization(self.model, slot.name)
+            )
+            if quantized_now:
+                slot.quantization = quantizer.get_quantize_ops()
+            dtype = self.load_config.dtype
+            match = planned[0].search(slot.name) if planned else None
+            if planned and match is not None:
+                dtype = plan[planned[1][str(match.lastgroup)]]
+            elif parameter.dtype != dtype and not quantized_now:
+                dtype = parameter.dtype
+            if quantizer and quantizer.pre_quantized:
+                example = torch.empty(0, dtype=torch_dtype(entry.dtype))
+                return quantizer.get_new_dtype(slot.transform, example, dtype)  # type: ignore[no-any-return]
+            return dtype  # type: ignore[no-any-return]
+
+        return rule
+
+    def _device(self, name: str) -> str:
+        device_map = self.load_config.device_map
+        if device_map is None:
+            return "cpu"
+        device = device_map[""] if list(device_map) == [""] else get_device(device_map, name, valid_torch_device=True)
+        return str(torch.device(device))
+
+    # --- tensors -----------------------------------------------------------------------------------------------------
+
+    def _compile_slot(self, slot: Slot) -> None:
+        if slot.quantization is not None:
+            self._add_conversion(slot, f"{type(slot.quantization).__name__} quantizes on load")
+            return
+        try:
+            self._add_writes(slot)
+        except NotALayoutError as error:
+            self._add_conversion(slot, str(error))
+
+    def _add_writes(self, slot: Slot) -> None:
+        results = list(self._traced(slot)) if slot.is_converter else [self._as_stored(slot)]
+        for name, layout, dtype in results:
+            parameter = self.parameters.get(name)
+            if parameter is None:
+                self.unexpected.update({entry.name: name for entry in slot.entries})
+                continue
+            if tuple(parameter.shape) != layout.shape:
+                self.adaptation.mismatched.append((name, str(list(layout.shape)), str(list(parameter.shape))))
+                continue
+            self.dtypes[name] = dtype
+            self.adaptation.writes.extend(layout.writes(name))
+
+    def _as_stored(self, slot: Slot) -> tuple[str, Any, DType]:
+        ((entry, dtype),) = next(iter(slot.sources.values()))
+        return slot.name, stored(entry), entry.dtype if dtype is None else DType.from_torch(dtype)
+
+    def _traced(self, slot: Slot) -> Iterator[tuple[str, Any, DType]]:
+        """What the converter gives, by parameter name, as layouts."""
+        transform = slot.filled_transform(
+            lambda entry, dtype: TracedTensor(stored(entry), dtype or torch_dtype(entry.dtype))
+        )
+        try:
+            results = transform.convert(slot.name, model=self.model, config=self.model.config)
+        except (ValueError, IndexError) as error:
+            expected = str(list(self.parameters[slot.name].shape))
+            self.adaptation.mismatched.append((slot.name, f"parts that do not convert ({error})", expected))
+            return
+        except (TypeError, AttributeError, RuntimeError) as error:
+            raise NotALayoutError(f"{type(error).__name__}: {error}") from error
+        for name, result in results.items():
+            tensor = result[0] if isinstance(result, list) else result
+            if not isinstance(tensor, TracedTensor):
+                raise NotALayoutError("it makes tensors of its own")
+            yield name, tensor.layout_of_elements, DType.from_torch(tensor.dtype)
+
+    def _add_conversion(self, slot: Slot, why: str) -> None:
+        steps = [type(op).__name__ for op in getattr(slot.transform, "operations", ())]
+        patterns = slot.transform.target_patterns
+        targets = (
+            [slot.name.replace(patterns[0], pattern) for pattern in patterns] if slot.is_converter else [slot.name]
+        )
+        known = tuple(name for name in targets if name in self.parameters)
+        label = " > ".join(steps) or "as stored"
+        self.adaptation.conversions.append(Conversion(slot.name, slot.entries, known, f"{label}: {why}"))
+        self.materialized[slot.name] = slot

@@ -1,0 +1,174 @@
+"""The header of a safetensors file, read and checked without torch and without touching tensor bytes.
+
+Follows the format as safetensors 0.8 enforces it (https://github.com/huggingface/safetensors, section "Format"): eight
+bytes of little-endian header length, a JSON object, then tensor data that the tensors cover without overlap or hole.
+Stricter than the library in one point: duplicate keys are refused. Sharded checkpoints are `source`'s business.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any, NamedTuple
+
+from umem._types import DType
+from umem.checkpoint._json import parse_strict
+from umem.checkpoint.entries import Entry, Shard
+from umem.errors import (
+    CheckpointFormatError,
+    HeaderSyntaxError,
+    HeaderTooLongError,
+    LfsPointerError,
+    MetadataError,
+    TensorExtentError,
+    TensorHoleError,
+    TensorOverlapError,
+    TensorSizeError,
+    TruncatedFileError,
+    UnknownDTypeError,
+)
+
+__all__ = ["MAX_HEADER_BYTES", "ShardContents", "read_safetensors"]
+
+#: The format's own limit.
+MAX_HEADER_BYTES = 100_000_000
+
+_LFS_MAGIC = b"version https://git-lfs"
+_DTYPES = {dtype.label: dtype for dtype in DType if dtype is not DType.C128}
+_LARGEST = 1 << 63
+
+
+class ShardContents(NamedTuple):
+    """One file's identity, its entries in file order, and its metadata."""
+
+    shard: Shard
+    entries: list[Entry]
+    metadata: dict[str, str]
+
+
+def read_safetensors(path: str, shard_index: int) -> ShardContents:
+    """The entries of the safetensors file at `path`; they refer to it as shard `shard_index`.
+
+    Raises
+    ------
+    CheckpointFormatError
+        One of its leaves, naming the file, the tensor and the cure.
+    """
+    with open(path, "rb", buffering=0) as file:
+        status = os.fstat(file.fileno())
+        head = file.read(max(8, len(_LFS_MAGIC)))
+        if head.startswith(_LFS_MAGIC):
+            raise LfsPointerError(
+                "this is a Git LFS pointer, not the weights; run `git lfs pull`, or download the file itself", path=path
+            )
+        length = _header_length(head, status.st_size, path)
+        raw = os.pread(file.fileno(), length, 8)
+    if len(raw) < length:
+        raise TruncatedFileError("the file ended inside its header; download it again", path=path)
+    declared = parse_strict(raw, path=path, what="the header")
+    if not isinstance(declared, dict):
+        raise HeaderSyntaxError("the header is no JSON object; the file is damaged or of another format", path=path)
+    metadata = _checked_metadata(declared.pop("__metadata__", None), path)
+    data_start = 8 + length
+    entries = [_entry(name, facts, data_start, shard_index, path) for name, facts in declared.items()]
+    entries.sort(key=lambda entry: (entry.start, entry.nbytes))
+    _check_layout(entries, data_start, status.st_size, path)
+    return ShardContents(Shard.of(path, status), entries, metadata)
+
+
+def _header_length(head: bytes, size_bytes: int, path: str) -> int:
+    if size_bytes < 8 or len(head) < 8:
+        raise TruncatedFileError(f"{size_bytes} bytes are too few for a header; download the file again", path=path)
+    length = int.from_bytes(head[:8], "little")
+    if length > MAX_HEADER_BYTES:
+        raise HeaderTooLongError(
+            f"the header claims {length} bytes, the format allows {MAX_HEADER_BYTES};"
+            " the file is damaged or no safetensors file",
+            path=path,
+        )
+    if 8 + length > size_bytes:
+        raise TruncatedFileError(
+            f"the header claims {length} bytes, the file has {size_bytes}; download the file again", path=path
+        )
+    return length
+
+
+def _checked_metadata(metadata: Any, path: str) -> dict[str, str]:
+    if metadata is None:
+        return {}
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise MetadataError("`__metadata__` maps strings to strings; write the file again", path=path)
+    return metadata
+
+
+def _entry(name: str, facts: Any, data_start: int, shard_index: int, path: str) -> Entry:
+    def refuse(kind: type[CheckpointFormatError], message: str) -> CheckpointFormatError:
+        return kind(f"{message}; write the file again", path=path, tensor=name)
+
+    if not name.isascii():
+        try:
+            name.encode()
+        except UnicodeEncodeError:
+            raise refuse(HeaderSyntaxError, "the name is no valid Unicode text") from None
+    dtype, shape, offsets = _declared(name, facts, path)
+    begin, end = offsets
+    if not 0 <= begin <= end < _LARGEST:
+        raise refuse(TensorExtentError, f"data_offsets {offsets!r} are no byte range")
+    bits = dtype.bits
+    for size in shape:
+        bits *= size
+        if bits >= _LARGEST:
+            raise refuse(TensorSizeError, f"shape {shape!r} is larger than any file")
+    if bits != 8 * (end - begin):
+        raise refuse(TensorSizeError, f"{dtype.label} {shape!r} takes {bits / 8:g} bytes, its range has {end - begin}")
+    return Entry(name, shard_index, data_start + begin, end - begin, dtype, dtype.storage_shape(tuple(shape)))
+
+
+def _declared(name: str, facts: Any, path: str) -> tuple[DType, list[int], list[int]]:
+    """What the header says of a tensor: dtype, shape and data_offsets, each of the right form."""
+
+    def refuse(message: str) -> HeaderSyntaxError:
+        return HeaderSyntaxError(f"{message}; write the file again", path=path, tensor=name)
+
+    if not isinstance(facts, dict):
+        raise refuse("the header describes it by something other than an object")
+    missing = {"dtype", "shape", "data_offsets"} - facts.keys()
+    if missing:
+        raise refuse(f"the header lacks its {', '.join(sorted(missing))}")
+    label, shape, offsets = facts["dtype"], facts["shape"], facts["data_offsets"]
+    dtype = _DTYPES.get(label) if isinstance(label, str) else None
+    if dtype is None:
+        message = f"unknown dtype {label!r}; is there a newer umem? Known: {', '.join(_DTYPES)}"
+        raise UnknownDTypeError(message, path=path, tensor=name)
+    if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
+        raise refuse(f"shape {shape!r} is no list of sizes")
+    if not isinstance(offsets, list) or len(offsets) != 2 or not all(type(offset) is int for offset in offsets):
+        raise refuse(f"data_offsets {offsets!r} are no pair of byte offsets")
+    return dtype, shape, offsets
+
+
+def _check_layout(entries: list[Entry], data_start: int, size_bytes: int, path: str) -> None:
+    """Entries sorted by start must follow each other without overlap or hole, up to the end of the file."""
+    reached = data_start
+    for entry in entries:
+        if entry.start < reached:
+            raise TensorOverlapError(
+                "its bytes belong to another tensor too; write the file again", path=path, tensor=entry.name
+            )
+        if entry.start > reached:
+            raise TensorHoleError(
+                f"{entry.start - reached} bytes before it belong to no tensor; write the file again",
+                path=path,
+                tensor=entry.name,
+            )
+        reached += entry.nbytes
+    if reached > size_bytes:
+        past = next(entry for entry in entries if entry.start + entry.nbytes > size_bytes)
+        raise TruncatedFileError(
+            f"the file has {size_bytes} bytes, its header needs {reached}; download the file again",
+            path=path,
+            tensor=past.name,
+        )
+    if reached < size_bytes:
+        raise TensorHoleError(
+            f"{size_bytes - reached} bytes at the end belong to no tensor; write the file again", path=path
+        )

@@ -1,0 +1,225 @@
+"""The command line: `umem load`, `umem plan`, `umem probe`. The only place that prints.
+
+Results go to standard output, as a table or with `--json` as JSON; progress and errors go to standard error,
+progress only on a terminal. Exit status: 0 done, 1 refused or failed, 2 used wrongly, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, Self
+
+import typer
+
+from umem._types import format_bytes, parse_bytes
+from umem.config import LoadConfig, config_from_environment
+from umem.errors import UmemError
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from umem.strategies import Progress
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    name="umem",
+    help="Load model checkpoints without ever holding more than the model and a small window.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+
+_Checkpoint = Annotated[str, typer.Argument(metavar="CHECKPOINT", help="A directory, a file, or a hub id (org/name).")]
+_Device = Annotated[str, typer.Option(help="Where the model goes: auto, cpu, cuda, cuda:1, mps.")]
+_DType = Annotated[str, typer.Option(help="auto (what the config says), bfloat16, float16, float32.")]
+_Window = Annotated[str | None, typer.Option(help="Cap on all memory besides the model, like 64MiB.")]
+_MemoryBudget = Annotated[str | None, typer.Option(help="What model and window may take together, like 20GiB.")]
+_Missing = Annotated[list[str] | None, typer.Option(help="Pattern of parameters that may be absent, like 'score.*'.")]
+_Unexpected = Annotated[list[str] | None, typer.Option(help="Pattern of stored tensors that may be left out.")]
+_Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")]
+_Remote = Annotated[bool, typer.Option("--trust-remote-code", help="Run model code that comes with the checkpoint.")]
+_Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+@app.command(
+    epilog="Examples:  [bold]umem load ./Qwen3-30B-A3B[/]   [bold]umem load ./model --json --chart load.svg[/]"
+)
+def load(
+    checkpoint: _Checkpoint,
+    device: _Device = "auto",
+    dtype: _DType = "auto",
+    window: _Window = None,
+    memory_budget: _MemoryBudget = None,
+    allow_missing: _Missing = None,
+    allow_unexpected: _Unexpected = None,
+    revision: _Revision = None,
+    trust_remote_code: _Remote = False,
+    chart: Annotated[Path | None, typer.Option(help="Write a picture of memory over time (SVG) here.")] = None,
+    as_json: _Json = False,
+) -> None:
+    """Load a model, as `from_pretrained` would, and report what it took."""
+    from umem.api import load as load_model
+    from umem.report.chart import memory_chart
+    from umem.report.table import report_table
+
+    with _ProgressBar() as bar:
+        _, report = load_model(
+            checkpoint,
+            device=device,
+            dtype=dtype,
+            allow_missing=allow_missing or (),
+            allow_unexpected=allow_unexpected or (),
+            config=_config(window, memory_budget),
+            progress=bar.update,
+            return_report=True,
+            **_host_settings(revision, trust_remote_code),
+        )
+    if chart is not None:
+        chart.write_text(memory_chart(report))
+    _show(report.to_json, lambda: report_table(report), as_json)
+
+
+@app.command(epilog="Examples:  [bold]umem plan ./Qwen3-30B-A3B[/]   [bold]umem plan org/name --memory-budget 20GiB[/]")
+def plan(
+    checkpoint: _Checkpoint,
+    device: _Device = "auto",
+    dtype: _DType = "auto",
+    window: _Window = None,
+    memory_budget: _MemoryBudget = None,
+    allow_missing: _Missing = None,
+    allow_unexpected: _Unexpected = None,
+    revision: _Revision = None,
+    trust_remote_code: _Remote = False,
+    as_json: _Json = False,
+) -> None:
+    """Say what a load would read and take, and whether it fits, without reading a tensor byte."""
+    from umem.api import plan as plan_load
+    from umem.api import probe as probe_machine
+    from umem.planning import check_budget
+    from umem.report.table import plan_table
+
+    config = _config(window, memory_budget)
+    made = plan_load(
+        checkpoint,
+        device=device,
+        dtype=dtype,
+        allow_missing=allow_missing or (),
+        allow_unexpected=allow_unexpected or (),
+        config=config,
+        **_host_settings(revision, trust_remote_code),
+    )
+    budget = probe_machine(device=device, config=config).budget
+
+    def facts() -> dict[str, Any]:
+        available = budget.available_bytes
+        fits = available is None or made.forecast.peak_bytes <= available
+        return made.to_json() | {"budget": {"available_bytes": available, "source": budget.source, "fits": fits}}
+
+    _show(facts, lambda: plan_table(made), as_json)
+    check_budget(made, budget)
+
+
+@app.command(epilog="Example:  [bold]umem probe --json[/]")
+def probe(device: _Device = "auto", as_json: _Json = False) -> None:
+    """Say what machine this is, what memory it has, and what a load could take."""
+    from umem.api import probe as probe_machine
+    from umem.report.table import machine_table
+
+    snapshot = probe_machine(device=device)
+    _show(snapshot.to_json, lambda: machine_table(snapshot.platform, snapshot.memory, snapshot.budget), as_json)
+
+
+def main() -> NoReturn:
+    """Run the command line; every error that umem raises on purpose becomes one message."""
+    try:
+        app(prog_name="umem", standalone_mode=False)
+    except typer.Exit as end:
+        sys.exit(end.exit_code)
+    except typer.Abort:
+        sys.exit(130)
+    except KeyboardInterrupt:
+        _say("interrupted; everything that was taken is freed")
+        sys.exit(130)
+    except UmemError as error:
+        _say(str(error))
+        for note in getattr(error, "__notes__", ()):
+            _say(note)
+        sys.exit(1)
+    except Exception as error:
+        if not hasattr(error, "show"):
+            raise
+        error.show()
+        sys.exit(getattr(error, "exit_code", 2))
+    sys.exit(0)
+
+
+def _config(window: str | None, memory_budget: str | None) -> LoadConfig:
+    config = config_from_environment()
+    if window is not None:
+        wanted = parse_bytes(window)
+        config = replace(config, window_bytes=wanted, block_bytes=min(config.block_bytes, max(1, wanted // 8)))
+    if memory_budget is not None:
+        config = replace(config, memory_budget_bytes=parse_bytes(memory_budget))
+    return config
+
+
+def _host_settings(revision: str | None, trust_remote_code: bool) -> dict[str, Any]:
+    given = {"revision": revision, "trust_remote_code": trust_remote_code or None}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _show(facts: Callable[[], dict[str, Any]], table: Callable[[], RenderableType], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(facts(), indent=2))
+        return
+    from rich.console import Console
+
+    Console().print(table())
+
+
+def _say(message: str) -> None:
+    print(f"umem: {message}", file=sys.stderr)
+
+
+class _ProgressBar:
+    """A bar on a terminal: bytes, rate, what the window holds. Nothing elsewhere."""
+
+    def __init__(self) -> None:
+        self._bar: Any = None
+        self._task: Any = None
+
+    def __enter__(self) -> Self:
+        if sys.stderr.isatty():
+            from rich.console import Console
+            from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+            self._bar = Progress(
+                TextColumn("loading"),
+                BarColumn(bar_width=24),
+                DownloadColumn(binary_units=True),
+                TransferSpeedColumn(),
+                TextColumn("{task.fields[window]}", style="dim"),
+                console=Console(stderr=True),
+                transient=True,
+            )
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def update(self, progress: Progress) -> None:
+        """Show how far the load is."""
+        if self._bar is None:
+            return
+        window = f"window {format_bytes(progress.window_bytes)}"
+        if self._task is None:
+            self._task = self._bar.add_task("loading", total=progress.total_bytes, window=window)
+        self._bar.update(self._task, completed=progress.read_bytes, total=progress.total_bytes, window=window)

@@ -1,0 +1,320 @@
+"""Every error that umem raises on purpose.
+
+One root, `UmemError`. Each leaf also inherits the builtin that a caller would catch anyway, carries its facts as
+attributes, and says in its message what to do next. This module imports nothing of umem, so every part may use it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+__all__ = [
+    "AmbiguousCheckpointError",
+    "ChangedFileError",
+    "CheckpointError",
+    "CheckpointFormatError",
+    "CheckpointNotFoundError",
+    "CompressedTensorError",
+    "ConfigError",
+    "CoverageError",
+    "DuplicateKeyError",
+    "DuplicateTensorError",
+    "HeaderSyntaxError",
+    "HeaderTooLongError",
+    "IncompleteConversionError",
+    "IndexFormatError",
+    "InsufficientMemoryError",
+    "KeyMismatchError",
+    "LegacyPickleError",
+    "LfsPointerError",
+    "MetadataError",
+    "MissingDependencyError",
+    "MissingShardError",
+    "MissingTensorError",
+    "PlanError",
+    "ReadError",
+    "ShapeMismatch",
+    "ShardPathError",
+    "TensorExtentError",
+    "TensorHoleError",
+    "TensorOverlapError",
+    "TensorSizeError",
+    "TruncatedFileError",
+    "UmemError",
+    "UnknownDTypeError",
+    "UnsafePickleError",
+    "UnsupportedError",
+]
+
+
+class UmemError(Exception):
+    """Root of every error that umem raises on purpose.
+
+    Attributes
+    ----------
+    spoiled
+        Live tensors that a load in place had begun to overwrite when it failed.
+    """
+
+    spoiled: tuple[str, ...] = ()
+
+
+class ConfigError(UmemError, ValueError):
+    """A setting has no meaning; the message names the setting and what it takes."""
+
+
+class MissingDependencyError(UmemError, ImportError):
+    """An optional package is needed for what was asked."""
+
+
+class UnsupportedError(UmemError, ValueError):
+    """What was asked is well-formed, but umem does not do it."""
+
+
+# --- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+class CheckpointError(UmemError):
+    """A checkpoint cannot be used.
+
+    Attributes
+    ----------
+    path
+        The file or directory at fault.
+    tensor
+        The stored tensor at fault, where there is one.
+    """
+
+    def __init__(self, message: str, *, path: str, tensor: str | None = None) -> None:
+        self.path = path
+        self.tensor = tensor
+        where = path if tensor is None else f"{path}: tensor {tensor!r}"
+        super().__init__(f"{where}: {message}")
+
+
+class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
+    """There is no checkpoint at that path, nor at that hub id."""
+
+
+class AmbiguousCheckpointError(CheckpointError, ValueError):
+    """A directory holds several checkpoints and nothing says which one is meant."""
+
+
+class CheckpointFormatError(CheckpointError, ValueError):
+    """The bytes of a checkpoint break the rules of their format."""
+
+
+class TruncatedFileError(CheckpointFormatError):
+    """A file ends before what it declares."""
+
+
+class HeaderTooLongError(CheckpointFormatError):
+    """A safetensors header declares more bytes than the format allows."""
+
+
+class HeaderSyntaxError(CheckpointFormatError):
+    """A header is not UTF-8, not JSON, or not of the declared form."""
+
+
+class DuplicateKeyError(HeaderSyntaxError):
+    """A JSON object names one key twice, so two readers could see two different checkpoints."""
+
+
+class MetadataError(HeaderSyntaxError):
+    """`__metadata__` is not a map of strings to strings."""
+
+
+class UnknownDTypeError(CheckpointFormatError):
+    """A tensor declares a dtype that the format does not define."""
+
+
+class TensorExtentError(CheckpointFormatError):
+    """A tensor's byte range is not a range inside its file."""
+
+
+class TensorSizeError(CheckpointFormatError):
+    """A tensor's byte range does not hold shape x dtype."""
+
+
+class TensorOverlapError(CheckpointFormatError):
+    """Two tensors claim the same bytes of a file."""
+
+
+class TensorHoleError(CheckpointFormatError):
+    """Bytes of a file belong to no tensor."""
+
+
+class LfsPointerError(CheckpointFormatError):
+    """A Git LFS pointer lies where the weights should be."""
+
+
+class LegacyPickleError(CheckpointFormatError):
+    """A torch file of the format before zip archives; it cannot be mapped."""
+
+
+class UnsafePickleError(CheckpointFormatError):
+    """A torch file asks for code that a checkpoint does not need."""
+
+
+class CompressedTensorError(CheckpointFormatError):
+    """A tensor is stored compressed or in foreign byte order, so it has no byte range to read."""
+
+
+class IndexFormatError(CheckpointFormatError):
+    """An index file is not of the form that the hub libraries write."""
+
+
+class ShardPathError(CheckpointFormatError):
+    """An index names a shard outside the directory of the checkpoint."""
+
+
+class MissingShardError(CheckpointFormatError, FileNotFoundError):
+    """An index names a shard that is not there."""
+
+
+class MissingTensorError(CheckpointFormatError):
+    """An index places a tensor in a shard that lacks it."""
+
+
+class DuplicateTensorError(CheckpointFormatError):
+    """Two shards hold a tensor of one name."""
+
+
+class ChangedFileError(CheckpointError, OSError):
+    """A file changed or shrank after it was opened."""
+
+
+class ReadError(CheckpointError, OSError):
+    """The system failed to read bytes that a file has."""
+
+
+# --- plans -----------------------------------------------------------------------------------------------------------
+
+
+class PlanError(UmemError):
+    """Checkpoint and model do not make a plan."""
+
+
+class ShapeMismatch(NamedTuple):
+    """One target whose stored form does not fit: shapes in elements, dtypes by safetensors name."""
+
+    target: str
+    stored: str
+    expected: str
+
+    def __str__(self) -> str:
+        return f"{self.target}: stored {self.stored}, model has {self.expected}"
+
+
+class KeyMismatchError(PlanError, ValueError):
+    """Names, shapes or dtypes of checkpoint and model differ; all differences are in one error.
+
+    Attributes
+    ----------
+    missing
+        Targets that the checkpoint does not fill.
+    unexpected
+        Stored tensors that the model has no place for.
+    mismatched
+        Targets whose stored form has another shape or an incompatible dtype.
+    near
+        For a missing or unexpected name, names of the other side that look like it.
+    """
+
+    def __init__(
+        self,
+        *,
+        missing: Sequence[str] = (),
+        unexpected: Sequence[str] = (),
+        mismatched: Sequence[ShapeMismatch] = (),
+        near: dict[str, tuple[str, ...]] | None = None,
+    ) -> None:
+        self.missing = tuple(missing)
+        self.unexpected = tuple(unexpected)
+        self.mismatched = tuple(mismatched)
+        self.near = near or {}
+        super().__init__(self._message())
+
+    def _message(self, shown: int = 10) -> str:
+        lines = ["checkpoint and model do not match"]
+        parts: tuple[tuple[str, Sequence[object]], ...] = (
+            ("missing from the checkpoint", self.missing),
+            ("unexpected in the checkpoint", self.unexpected),
+            ("of another shape or dtype", self.mismatched),
+        )
+        for title, items in parts:
+            if not items:
+                continue
+            lines.append(f"  {len(items)} {title}:")
+            for item in items[:shown]:
+                near = self.near.get(str(item), ())
+                hint = f"   (near: {', '.join(near)})" if near else ""
+                lines.append(f"    {item}{hint}")
+            if len(items) > shown:
+                lines.append(f"    ... and {len(items) - shown} more")
+        lines.append(
+            "  Is this the checkpoint of this model? Name what may differ with allow_missing=[...] and"
+            " allow_unexpected=[...] (patterns such as 'score.*'), or rename with key_mapping={regex: replacement}."
+        )
+        return "\n".join(lines)
+
+
+class CoverageError(PlanError, ValueError):
+    """The writes to a target do not cover each of its elements exactly once.
+
+    Attributes
+    ----------
+    target
+        The target's name.
+    """
+
+    def __init__(self, message: str, *, target: str) -> None:
+        self.target = target
+        super().__init__(f"{target}: {message}; nothing was read. This is a fault of the adapter that made the plan.")
+
+
+class IncompleteConversionError(PlanError, RuntimeError):
+    """A conversion that its owner ran did not give what the plan promised.
+
+    Attributes
+    ----------
+    conversion
+        What was run.
+    targets
+        The targets that it left out or gave in another form.
+    """
+
+    def __init__(self, message: str, *, conversion: str, targets: Sequence[str]) -> None:
+        self.conversion = conversion
+        self.targets = tuple(targets)
+        super().__init__(f"{conversion}: {message}: {', '.join(self.targets[:8])}")
+
+
+class InsufficientMemoryError(UmemError, MemoryError):
+    """The plan needs more memory than there is; said before a tensor byte is read.
+
+    Attributes
+    ----------
+    needed_bytes, available_bytes
+        Forecast peak and what may be taken, in bytes.
+    source
+        Where `available_bytes` comes from.
+    largest
+        The largest parts of the plan: (name, bytes), largest first.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        needed_bytes: int,
+        available_bytes: int,
+        source: str,
+        largest: Sequence[tuple[str, int]] = (),
+    ) -> None:
+        self.needed_bytes = needed_bytes
+        self.available_bytes = available_bytes
+        self.source = source
+        self.largest = tuple(largest)
+        super().__init__(message)

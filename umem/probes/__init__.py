@@ -1,0 +1,18 @@
+"""Probes: the machine as it is, in immutable snapshots. Knows no checkpoints and decides nothing."""
+
+from umem.probes.memory import CgroupMemory, MemoryProbe, MemorySnapshot, free_in_blocks_of, read_cgroup
+from umem.probes.monitor import Monitor, Sample
+from umem.probes.platform import Platform, PlatformClass, probe_platform
+
+__all__ = [
+    "CgroupMemory",
+    "MemoryProbe",
+    "MemorySnapshot",
+    "Monitor",
+    "Platform",
+    "PlatformClass",
+    "Sample",
+    "free_in_blocks_of",
+    "probe_platform",
+    "read_cgroup",
+]

@@ -1,0 +1,23 @@
+"""The direct route: stored bytes reach final storage unchanged, through any strided view."""
+
+from __future__ import annotations
+
+import torch
+
+from umem.planning.views import View
+from umem.planning.writes import Route
+from umem.strategies.storage import Destination, raw_dtype
+
+__all__ = ["DirectStrategy"]
+
+
+class DirectStrategy:
+    """Moves items as they are; their dtype has no meaning here."""
+
+    route = Route.DIRECT
+
+    def deliver(self, staged: torch.Tensor, source: View, destination: Destination, view: View) -> None:
+        """Copy a view of `staged` to a view of `destination`."""
+        items = staged.view(raw_dtype(staged.element_size()))
+        source, region = destination.pair(source, view, raw=True)
+        region.copy_(items.as_strided(source.shape, source.strides, source.offset))
