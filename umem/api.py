@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, overload
 from umem._types import DType
 from umem.checkpoint import Checkpoint, open_checkpoint
 from umem.checkpoint.pagecache import cached_bytes_of_files
-from umem.checkpoint.readers import chosen_reader
+from umem.checkpoint.readers import ReaderChoice, choose_readers
 from umem.config import MIB, LoadConfig, config_from_environment
 from umem.errors import ConfigError, KeyMismatchError, UmemError
 from umem.planning import Budget, LoadPlan, Target, Targets, budget_from, check_budget, make_plan, targets_of_module
@@ -115,7 +115,7 @@ class LoadSession:
         self._plan: LoadPlan | None = None
         self._outcome: Outcome | None = None
         self._budget = Budget(None, "not asked")
-        self._reader, self._reader_reason = chosen_reader(self.config.reader)
+        self._readers = ReaderChoice((), "")
 
     def __enter__(self) -> Self:
         return self
@@ -162,11 +162,12 @@ class LoadSession:
         self._plan = load_plan
         self._budget = probe(device=self.platform.device, config=self.config).budget
         check_budget(load_plan, self._budget)
+        self._readers = choose_readers(self.config.reader, load_plan.checkpoint.shards)
         execution = Execution(
             window_bytes=load_plan.forecast.window_bytes,
             block_bytes=self.config.block_bytes,
             threads=self.config.threads,
-            reader=self._reader,
+            readers=self._readers.readers,
             keep_page_cache=self.platform.kind is PlatformClass.DISCRETE,
             convert=convert,
             progress=self._progress,
@@ -201,8 +202,8 @@ class LoadSession:
         return LoadReport(
             plan=self._plan,
             platform=self.platform,
-            reader=self._reader.name,
-            reader_reason=self._reader_reason,
+            reader=self._readers.name,
+            reader_reason=self._readers.reason,
             seconds=self.stopwatch.seconds,
             thread_seconds=self._outcome.thread_seconds,
             window_peak_bytes=self._outcome.window_peak_bytes,
@@ -277,6 +278,7 @@ def load(
     ReadError
         A read failed on the way; everything is freed.
     """
+    _check_dtype(dtype)
     with LoadSession(device=str(device), config=config, progress=progress) as session:
         model = _host(host).load_model(
             session,
@@ -304,6 +306,7 @@ def plan(
 
     A checkpoint without a `config.json` is planned as it is stored: every tensor is a target of its own.
     """
+    _check_dtype(dtype)
     with LoadSession(device=str(device), config=config) as session:
         if _has_model_config(path_or_id):
             planned: LoadPlan = _host(host).plan_model(
@@ -323,6 +326,11 @@ def plan(
             for entry in checkpoint.entries.values()
         )
         return make_plan(checkpoint, targets, by_name(checkpoint, targets), window_bytes=session.config.window_bytes)
+
+
+def _check_dtype(dtype: str | torch.dtype) -> None:
+    if dtype != "auto" and DType.from_torch(dtype).kind != "float":
+        raise ConfigError(f"dtype={dtype}: a model is loaded as auto, bfloat16, float16, float32 or float64")
 
 
 def _has_model_config(path_or_id: str | os.PathLike[str]) -> bool:

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 __all__ = ["app", "main"]
 
+_INTERRUPTED = 130
+
 app = typer.Typer(
     name="umem",
     help="Load model checkpoints without ever holding more than the model and a small window.",
@@ -138,14 +140,9 @@ def probe(device: _Device = "auto", as_json: _Json = False) -> None:
 def main() -> NoReturn:
     """Run the command line; every error that umem raises on purpose becomes one message."""
     try:
-        app(prog_name="umem", standalone_mode=False)
-    except typer.Exit as end:
-        sys.exit(end.exit_code)
-    except typer.Abort:
-        sys.exit(130)
-    except KeyboardInterrupt:
-        _say("interrupted; everything that was taken is freed")
-        sys.exit(130)
+        status = app(prog_name="umem", standalone_mode=False) or 0
+    except (typer.Abort, KeyboardInterrupt):
+        status = _INTERRUPTED
     except UmemError as error:
         _say(str(error))
         for note in getattr(error, "__notes__", ()):
@@ -156,7 +153,9 @@ def main() -> NoReturn:
             raise
         error.show()
         sys.exit(getattr(error, "exit_code", 2))
-    sys.exit(0)
+    if status == _INTERRUPTED:
+        _say("interrupted; everything that was taken is freed")
+    sys.exit(status)
 
 
 def _config(window: str | None, memory_budget: str | None) -> LoadConfig:

@@ -40,6 +40,8 @@ def parse_strict(raw: bytes, *, path: str, what: str) -> Any:
         ) from None
     try:
         return json.loads(text, object_pairs_hook=unique, parse_constant=refuse)
+    except HeaderSyntaxError:
+        raise
     except (ValueError, RecursionError) as error:
         raise HeaderSyntaxError(
             f"{what} is not JSON ({error}); the file is damaged or of another format", path=path

@@ -45,14 +45,18 @@ def snapshot_directory(identifier: str, revision: str | None, *, complete: Calla
             return cached
     except LocalEntryNotFoundError:
         pass
-    try:
-        directory = str(snapshot_download(identifier, revision=revision, allow_patterns=_SAFETENSORS_FILES))
-        if not complete(directory):
-            directory = str(snapshot_download(identifier, revision=revision, allow_patterns=_TORCH_FILES))
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        raise CheckpointNotFoundError(
-            f"no such path here, not in the hub's cache, and the hub did not give it ({type(error).__name__})."
-            " Check the spelling, the network, HF_HUB_OFFLINE and, for gated models, HF_TOKEN",
-            path=identifier,
-        ) from error
-    return directory
+    cause: Exception | None = None
+    for wanted in (_SAFETENSORS_FILES, _TORCH_FILES):
+        try:
+            directory = str(snapshot_download(identifier, revision=revision, allow_patterns=wanted))
+        except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+            cause = error
+            break
+        if complete(directory):
+            return directory
+    why = f"the hub did not give it ({type(cause).__name__})" if cause else "what the hub gave holds no weights"
+    raise CheckpointNotFoundError(
+        f"no such path here, no weights in the hub's cache, and {why}."
+        " Check the spelling, the network, HF_HUB_OFFLINE and, for gated models, HF_TOKEN",
+        path=identifier,
+    ) from cause

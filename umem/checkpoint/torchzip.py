@@ -121,6 +121,7 @@ class _StateDictUnpickler(pickle.Unpickler):
         known: dict[tuple[str, str], object] = {
             ("collections", "OrderedDict"): OrderedDict,
             ("torch._utils", "_rebuild_tensor_v2"): _rebuild_tensor,
+            ("torch._utils", "_rebuild_tensor_v3"): _rebuild_tensor_of_dtype,
             ("torch._utils", "_rebuild_parameter"): _rebuild_parameter,
             ("torch", "Size"): tuple,
         }
@@ -152,6 +153,21 @@ def _rebuild_tensor(storage: object, offset: object, shape: object, strides: obj
     if len(sizes) != len(steps) or offset < 0:
         raise pickle.UnpicklingError("a tensor with impossible shape, strides or offset")
     return _Tensor(storage, offset, sizes, steps)
+
+
+def _rebuild_tensor_of_dtype(
+    storage: object,
+    offset: object,
+    shape: object,
+    strides: object,
+    _gradient: object,
+    _hooks: object,
+    dtype: object,
+    *_ignored: object,
+) -> _Tensor:
+    if not isinstance(storage, _Storage) or not isinstance(dtype, DType):
+        raise pickle.UnpicklingError("a tensor without a storage or a dtype")
+    return _rebuild_tensor(_Storage(storage.key, dtype), offset, shape, strides)
 
 
 def _rebuild_parameter(data: object, *_ignored: object) -> object:

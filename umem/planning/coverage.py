@@ -1,20 +1,24 @@
 """The proof that the writes to a target cover each of its elements exactly once, for strided views too.
 
 Every stride and size in play is written as a digit of one mixed-radix number system, in which each view is a box. That
-boxes fill a box without overlap is then checked digit by digit, the most significant first. The cost is about linear in
-the number of views, whatever their sizes. A set of views without such a common system cannot be proven and is refused:
-no proof, no uninitialised memory.
+boxes fill a box without overlap is then checked digit by digit, the most significant first. The cost is about linear
+in the number of views, whatever their sizes. Views without such a common system are proven by marking every element,
+up to a size; beyond it they are refused: no proof, no uninitialised memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 from math import prod
 
 from umem.errors import CoverageError
 from umem.planning.views import View, contiguous_strides
 
 __all__ = ["prove_coverage"]
+
+#: The largest tensor, in elements, that is proven by marking; one byte an element is live meanwhile.
+_MARKED_ITEMS = 1 << 24
 
 #: Per digit, the half-open range of its values.
 _Box = tuple[tuple[int, int], ...]
@@ -36,13 +40,40 @@ def prove_coverage(target: str, shape: tuple[int, ...], views: Sequence[View]) -
         if views:
             raise CoverageError(f"the empty tensor of {shape} is written to", target=target)
         return
-    places = _places(target, shape, views)
-    radices = [upper // lower for lower, upper in zip(places, [*places[1:], items], strict=True)]
-    boxes = [_box(target, view, places, radices) for view in views]
+    try:
+        places = _places(shape, views)
+        radices = [upper // lower for lower, upper in zip(places, [*places[1:], items], strict=True)]
+        boxes = [_box(target, view, places, radices) for view in views]
+    except _NoCommonSystemError as error:
+        if items > _MARKED_ITEMS:
+            raise CoverageError(f"{error}, so coverage cannot be proven", target=target) from None
+        _prove_by_marking(target, items, views)
+        return
     _prove_filled(target, boxes, radices, len(radices) - 1)
 
 
-def _places(target: str, shape: tuple[int, ...], views: Sequence[View]) -> list[int]:
+class _NoCommonSystemError(Exception):
+    """The views have no number system in which each is a box."""
+
+
+def _prove_by_marking(target: str, items: int, views: Sequence[View]) -> None:
+    marks = bytearray(items)
+    for view in views:
+        rows, length, step = view, 1, 1
+        if view.shape:
+            length, step = view.shape[-1], view.strides[-1]
+            rows = View(view.offset, view.shape[:-1], view.strides[:-1])
+        for index in product(*map(range, rows.shape)):
+            start = rows.offset + sum(i * stride for i, stride in zip(index, rows.strides, strict=True))
+            end = start + (length - 1) * step + 1
+            if start < 0 or end > items or step < 1 or any(marks[start:end:step]):
+                raise CoverageError(f"{view} writes an element twice, or one out of bounds", target=target)
+            marks[start:end:step] = b"\1" * length
+    if not all(marks):
+        raise CoverageError(f"{marks.count(0)} elements are left out", target=target)
+
+
+def _places(shape: tuple[int, ...], views: Sequence[View]) -> list[int]:
     """The place values of the digits, ascending: each divides the next."""
     items = prod(shape)
     values = {1}
@@ -52,7 +83,7 @@ def _places(target: str, shape: tuple[int, ...], views: Sequence[View]) -> list[
     places = sorted(values)
     chain = [*places, items]
     if places[0] < 1 or any(upper % lower for lower, upper in zip(chain, chain[1:], strict=False)):
-        raise CoverageError(f"strides {places} do not divide each other, so coverage cannot be proven", target=target)
+        raise _NoCommonSystemError(f"strides {places} do not divide each other")
     if items == 1:
         return [1]
     return [place for place in places if place < items]
@@ -73,7 +104,7 @@ def _box(target: str, view: View, places: list[int], radices: list[int]) -> _Box
                 raise CoverageError(f"{view} overlaps itself or ends out of bounds", target=target)
             length = min(left, radices[digit])
             if starts[digit] + length > radices[digit] or (left > length and left % length):
-                raise CoverageError(f"{view} runs across the dimensions, so coverage cannot be proven", target=target)
+                raise _NoCommonSystemError(f"{view} runs across the dimensions")
             lengths[digit] = length
             left //= length
             digit += 1

@@ -1,6 +1,13 @@
 """Probes: the machine as it is, in immutable snapshots. Knows no checkpoints and decides nothing."""
 
-from umem.probes.memory import CgroupMemory, MemoryProbe, MemorySnapshot, free_in_blocks_of, read_cgroup
+from umem.probes.memory import (
+    CgroupMemory,
+    MemoryProbe,
+    MemorySnapshot,
+    free_in_blocks_of,
+    is_virtual_machine,
+    read_cgroup,
+)
 from umem.probes.monitor import Monitor, Sample
 from umem.probes.platform import Platform, PlatformClass, probe_platform
 
@@ -13,6 +20,7 @@ __all__ = [
     "PlatformClass",
     "Sample",
     "free_in_blocks_of",
+    "is_virtual_machine",
     "probe_platform",
     "read_cgroup",
 ]

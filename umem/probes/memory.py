@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
-__all__ = ["CgroupMemory", "MemoryProbe", "MemorySnapshot", "free_in_blocks_of", "read_cgroup"]
+__all__ = ["CgroupMemory", "MemoryProbe", "MemorySnapshot", "free_in_blocks_of", "is_virtual_machine", "read_cgroup"]
 
 _NO_LIMIT = 1 << 60  # cgroup v1 writes "none" as the largest multiple of a page
 
@@ -244,3 +244,11 @@ def free_in_blocks_of(block_bytes: int, proc: Path = Path("/proc")) -> int | Non
             size = page_bytes << order
             total += int(count) * size if size >= block_bytes else 0
     return total
+
+
+def is_virtual_machine(proc: Path = Path("/proc")) -> bool:
+    """Whether the processor says that it runs under a hypervisor (the `hypervisor` flag of x86 in `/proc/cpuinfo`)."""
+    try:
+        return re.search(r"^flags\s*:.*\bhypervisor\b", (proc / "cpuinfo").read_text(), re.MULTILINE) is not None
+    except OSError:
+        return False

@@ -119,7 +119,7 @@ class LoadReport:
     platform
         The machine's class and the device.
     reader, reader_reason
-        Which reader read, and why.
+        Which readers read, and why.
     seconds
         Wall time by phase (`PHASES`). Reading and converting casts overlap; both are in `read`.
     thread_seconds

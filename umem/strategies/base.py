@@ -32,7 +32,7 @@ class BlockStrategy(Protocol):
     route: Route
 
     def deliver(self, staged: torch.Tensor, source: View, destination: Destination, view: View) -> None:
-        """Fill `view` of `destination` from `source`, a view of `staged`: a flat run of items of the stored dtype."""
+        """Fill `view`, placed in `destination`, from `source`, a view of `staged`: a flat run of stored items."""
 
 
 class GroupStrategy(Protocol):

@@ -19,5 +19,4 @@ class DirectStrategy:
     def deliver(self, staged: torch.Tensor, source: View, destination: Destination, view: View) -> None:
         """Copy a view of `staged` to a view of `destination`."""
         items = staged.view(raw_dtype(staged.element_size()))
-        source, region = destination.pair(source, view, raw=True)
-        region.copy_(items.as_strided(source.shape, source.strides, source.offset))
+        destination.region(view, raw=True).copy_(items.as_strided(source.shape, source.strides, source.offset))

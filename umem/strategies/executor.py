@@ -28,7 +28,7 @@ from umem.planning.writes import Group, Route, Write
 from umem.strategies.base import BlockStrategy, Converter, GroupStrategy
 from umem.strategies.blocks import GAP_BYTES, Block, Part, blocks_of
 from umem.strategies.registry import block_strategy, group_strategy, is_block_route
-from umem.strategies.storage import Destination, allocate, destination_of, huge_pages_pay, torch_dtype
+from umem.strategies.storage import Destination, allocate, destination_of, huge_pages_pay, move_bytes, torch_dtype
 from umem.strategies.window import Window, WindowClosedError
 
 __all__ = ["Execution", "Outcome", "Progress", "execute"]
@@ -79,8 +79,10 @@ class Execution:
 
     Attributes
     ----------
-    window_bytes, block_bytes, threads, reader
+    window_bytes, block_bytes, threads
         As in the settings.
+    readers
+        The reader of each shard.
     keep_page_cache
         Whether the files' pages may stay in the page cache.
     convert
@@ -92,7 +94,7 @@ class Execution:
     window_bytes: int
     block_bytes: int
     threads: int
-    reader: Reader
+    readers: Sequence[Reader]
     keep_page_cache: bool = False
     convert: Converter | None = None
     progress: Callable[[Progress], None] | None = None
@@ -215,8 +217,9 @@ class _Run:
 
     @property
     def block_cost(self) -> int:
-        """What a block in flight may hold besides final storage."""
-        return (2 if self.execution.reader.fills_page_cache else 1) * self.execution.block_bytes
+        """What a block in flight may hold besides final storage: staging, and the page cache that it fills."""
+        fills = any(reader.fills_page_cache for reader in self.execution.readers)
+        return (2 if fills else 1) * self.execution.block_bytes
 
     def _wait_for(self, workers: list[_Worker], feeder: _Feeder) -> None:
         with ThreadPoolExecutor(len(workers), thread_name_prefix="umem-read") as pool:
@@ -249,12 +252,10 @@ class _Run:
     def _eviction(self, blocks: Sequence[Block]) -> Iterator[dict[int, DropBehind]]:
         """By shard, the eviction behind its readers; nothing for files that were in the page cache before."""
         evictions: dict[int, DropBehind] = {}
-        if self.execution.keep_page_cache or not self.execution.reader.fills_page_cache:
-            yield evictions
-            return
         ends: dict[int, list[int]] = {}
         for block in blocks:
-            ends.setdefault(block.shard, []).append(block.end)
+            if self.execution.readers[block.shard].fills_page_cache and not self.execution.keep_page_cache:
+                ends.setdefault(block.shard, []).append(block.end)
         with contextlib.ExitStack() as stack:
             for index, shard_ends in ends.items():
                 shard = self.plan.checkpoint.shards[index]
@@ -318,12 +319,22 @@ class _Worker:
 
     def _do(self, block: Block, files: contextlib.ExitStack) -> None:
         handle = self._opened(block.shard, files)
-        buffers, staged = self._layout(block)
+        for part in block.parts:
+            self._run.outcome.touched.update(write.target for write in part.writes)
         started_s = time.perf_counter()
-        handle.fill(block.start, buffers)
+        borrowed = handle.borrow(block.start, block.end - block.start)
+        if borrowed is None:
+            buffers, staged = self._layout(block)
+            handle.fill(block.start, buffers)
+        else:
+            staged = [(part, borrowed[part.start - block.start : part.end - block.start]) for part in block.parts]
         read_s = time.perf_counter()
         for part, items in staged:
-            self._deliver(part, items)
+            final = None if borrowed is None else self._final(part)
+            if final is None:
+                self._deliver(part, items)
+            else:
+                move_bytes(final, items)
         done_s = time.perf_counter()
         if block.shard in self._evictions:
             self._evictions[block.shard].block_done(block.number)
@@ -333,7 +344,9 @@ class _Worker:
         """The handle of a shard; blocks come in file order, so one is open at a time."""
         if self._handle is None or self._shard != shard:
             files.close()
-            self._handle = files.enter_context(self._run.execution.reader.open(self._checkpoint.shards[shard]))
+            reader = self._run.execution.readers[shard]
+            opened = reader.open(self._checkpoint.shards[shard], self._run.execution.block_bytes)
+            self._handle = files.enter_context(opened)
             self._shard = shard
         return self._handle
 
@@ -353,7 +366,6 @@ class _Worker:
                 used += part.end - part.start
                 staged.append((part, buffer))
             buffers.append(buffer)
-            self._run.outcome.touched.update(write.target for write in part.writes)
             position = part.end
         return buffers, staged
 
@@ -391,5 +403,6 @@ class _Worker:
         items = torch.frombuffer(staged, dtype=torch_dtype(entry.dtype))
         for write in part.writes:
             destination = self._destination(write)
-            for source, view in restricted(*coalesced(write.source, write.destination), low, high):
+            pairing = coalesced(*destination.placed(write.source, write.destination))
+            for source, view in restricted(*pairing, low, high):
                 strategy.deliver(items, source._replace(offset=source.offset - low), destination, view)

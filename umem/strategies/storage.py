@@ -1,9 +1,7 @@
 """Final storage: where a target's elements will live, allocated without being written and freed when its tensor dies.
 
 On the processor large targets get pages of their own (anonymous memory), so that each is returned to the system by
-itself; small ones come from torch's allocator. Whether huge pages pay is decided by a short trial on the machine:
-they made first touch 2.5 times slower on one virtual machine and usually help on bare metal. Devices get torch's
-memory.
+itself; small ones come from torch's allocator. Devices get torch's memory.
 """
 
 from __future__ import annotations
@@ -18,10 +16,10 @@ import torch
 
 from umem._types import DType
 from umem.planning.targets import Target
-from umem.planning.views import View, carried
-from umem.probes.memory import free_in_blocks_of
+from umem.planning.views import View, carried, contiguous_strides
+from umem.probes.memory import free_in_blocks_of, is_virtual_machine
 
-__all__ = ["Destination", "allocate", "destination_of", "huge_pages_pay", "raw_dtype", "torch_dtype"]
+__all__ = ["Destination", "allocate", "destination_of", "huge_pages_pay", "move_bytes", "raw_dtype", "torch_dtype"]
 
 _OWN_PAGES_BYTES = 1 << 20
 _HUGE_PAGE_BYTES = 2 << 20
@@ -61,14 +59,16 @@ class Destination(NamedTuple):
     tensor: torch.Tensor
     memory: memoryview | None
 
-    def pair(self, source: View, view: View, *, raw: bool) -> tuple[View, torch.Tensor]:
-        """The part of the storage that `view` describes, and `source` in the same shape.
+    def placed(self, source: View, view: View) -> tuple[View, View]:
+        """A pairing with `view`, of the target in row-major order, carried over to how the storage lies in memory."""
+        shape = tuple(self.tensor.shape)
+        strides = contiguous_strides(shape) if self.tensor.is_contiguous() else self.tensor.stride()
+        return carried(source, view, View(int(self.tensor.storage_offset()), shape, strides))
 
-        `raw` gives items without meaning, to move bytes.
-        """
+    def region(self, view: View, *, raw: bool) -> torch.Tensor:
+        """The items of the storage that a placed view describes; `raw` gives them without meaning, to move bytes."""
         base = self.tensor.view(raw_dtype(self.tensor.element_size())) if raw else self.tensor
-        source, placed = carried(source, view, View.whole(base.shape, base.stride()))
-        return source, base.as_strided(placed.shape, placed.strides, base.storage_offset() + placed.offset)
+        return base.as_strided(view.shape, view.strides, view.offset)
 
 
 def allocate(target: Target, *, huge_pages: bool | None) -> torch.Tensor:
@@ -91,26 +91,36 @@ def destination_of(target: Target, tensor: torch.Tensor) -> Destination:
     return Destination(target, tensor, memoryview((ctypes.c_char * count).from_address(tensor.data_ptr())).cast("B"))
 
 
+def move_bytes(destination: memoryview, source: memoryview) -> None:
+    """Copy bytes between buffers of one length, without holding the interpreter's lock."""
+    into, out_of = (ctypes.addressof(ctypes.c_char.from_buffer(view)) for view in (destination, source))
+    ctypes.memmove(into, out_of, destination.nbytes)
+
+
 def huge_pages_pay(total_bytes: int) -> bool | None:
     """Whether to ask for huge pages for `total_bytes` of final storage; None for a load too small to matter.
 
-    They must be free in one piece each, since compacting memory costs more than they gain, and win a trial.
+    They must be free in one piece each, since compacting memory costs more than they gain, and win a trial. In a
+    virtual machine they are not asked for: the host backs them page by page when they are first touched, and after
+    some that go well the rest is several times slower than small pages, which no short trial shows.
     """
     if total_bytes < _TRIAL_FROM_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
         return None
-    return (free_in_blocks_of(_HUGE_PAGE_BYTES) or 0) > total_bytes and _trial()
+    if is_virtual_machine() or (free_in_blocks_of(_HUGE_PAGE_BYTES) or 0) < total_bytes:
+        return False
+    return _trial()
 
 
 @functools.cache
 def _trial() -> bool:
-    """First touch of fresh memory with and without huge pages, in turn; the best of each is compared."""
-    seconds: dict[bool, float] = {}
+    """First touch of fresh memory with and without huge pages, in turn; the worst of each is compared."""
+    seconds: dict[bool, float] = {False: 0.0, True: 0.0}
+    touched = []
     for huge in (False, True) * _TRIALS:
-        pages = _pages(_TRIAL_BYTES, huge=huge)
+        touched.append(_pages(_TRIAL_BYTES, huge=huge))  # kept, or the next trial would find its pages warm
         started = time.perf_counter()
-        ctypes.memset(ctypes.addressof(ctypes.c_char.from_buffer(pages)), 0, _TRIAL_BYTES)
-        spent = time.perf_counter() - started
-        seconds[huge] = min(spent, seconds.get(huge, spent))
+        ctypes.memset(ctypes.addressof(ctypes.c_char.from_buffer(touched[-1])), 0, _TRIAL_BYTES)
+        seconds[huge] = max(seconds[huge], time.perf_counter() - started)
     return seconds[True] < _MUST_GAIN * seconds[False]
 
 

@@ -18,5 +18,4 @@ class StreamingStrategy:
 
     def deliver(self, staged: torch.Tensor, source: View, destination: Destination, view: View) -> None:
         """Cast a view of `staged` into a view of `destination`."""
-        source, region = destination.pair(source, view, raw=False)
-        region.copy_(staged.as_strided(source.shape, source.strides, source.offset))
+        destination.region(view, raw=False).copy_(staged.as_strided(source.shape, source.strides, source.offset))

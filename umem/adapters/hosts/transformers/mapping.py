@@ -107,12 +107,15 @@ class _Compiler:
         self.adaptation = Adaptation([], [], [], [])
         self.materialized: dict[str, Slot] = {}
         self.unexpected: dict[str, str] = {}
+        self.ties: dict[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
 
     def compile(self) -> CompiledMapping:
         slots = self._slots()
+        doubles = self._take_out_tied_doubles(slots)
         for slot in slots.values():
             self._compile_slot(slot)
         may_lack, ignored = self._what_may_differ()
+        ignored |= doubles
         self.adaptation.unexpected.extend(name for name in self.unexpected if name not in ignored)
         adaptation = self.adaptation._replace(may_lack=may_lack, ignored=tuple(sorted(ignored)))
         targets = targets_of_module(self.model, dtype=self.dtypes.get, device=lambda name, _own: self._device(name))
@@ -156,13 +159,29 @@ class _Compiler:
             )
         return renamed
 
+    def _take_out_tied_doubles(self, slots: dict[str, Slot]) -> set[str]:
+        """Stored names of tied tensors that lie in the very bytes of the tensor that they are tied to.
+
+        Torch files hold both names of a tie. Where the bytes are different ones, both are loaded and the library
+        compares them.
+        """
+        doubles = set()
+        for target, source in self.ties.items():
+            if target not in slots or source not in slots or slots[target].is_converter or slots[source].is_converter:
+                continue
+            (double,), (original,) = slots[target].entries, slots[source].entries
+            if double[1:] == original[1:]:
+                del slots[target]
+                doubles.add(double.name)
+        return doubles
+
     def _what_may_differ(self) -> tuple[frozenset[str], set[str]]:
         """Parameters that a checkpoint may lack and stored tensors to leave out, as the model family says."""
         written = {name for write in self.adaptation.writes for name in (write.target,)}
         written |= {name for conversion in self.adaptation.conversions for name in conversion.targets}
         absent = {name for name in self.parameters if name not in written}
         tied_by_source: dict[str, set[str]] = {}
-        for target, source in (getattr(self.model, "all_tied_weights_keys", None) or {}).items():
+        for target, source in self.ties.items():
             tied_by_source.setdefault(source, {source}).add(target)
         tied = {name for names in tied_by_source.values() if names - absent for name in names & absent}
         info = LoadStateDictInfo(absent - tied, set(self.unexpected.values()), set(), [], {}, set())

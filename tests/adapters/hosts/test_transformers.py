@@ -1,0 +1,218 @@
+"""`umem.load` against `from_pretrained`: the same model, bit for bit, by another road."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from safetensors.torch import load_file, save_file  # noqa: E402
+from transformers import AutoModel, AutoModelForCausalLM, modeling_utils  # noqa: E402
+
+import umem  # noqa: E402
+from tests.adapters.hosts.models import FAMILIES, assert_same_model, logits, save_family  # noqa: E402
+from tests.writers import same_bytes  # noqa: E402
+from umem.errors import CheckpointNotFoundError, KeyMismatchError  # noqa: E402
+from umem.planning import Route  # noqa: E402
+
+
+@pytest.mark.parametrize("dtype", ["auto", torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_same_model(tmp_path: Path, family: str, dtype: Any) -> None:
+    save_family(tmp_path, family)
+    ours, report = umem.load(tmp_path, device="cpu", dtype=dtype, return_report=True)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
+    assert_same_model(ours, theirs)
+    if dtype is not torch.float16:
+        assert torch.equal(logits(ours), logits(theirs))
+    routes = {route for route, _ in report.plan.bytes_by_route()}
+    assert routes <= {Route.DIRECT, Route.STREAMING}
+    assert report.plan.forecast.final_bytes == sum(
+        tensor.numel() * tensor.element_size()
+        for tensor in {id(t): t for t in ours.state_dict(keep_vars=True).values()}.values()
+    )
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "llama-tied"])
+def test_saving_writes_the_published_layout_back(tmp_path: Path, family: str) -> None:
+    save_family(tmp_path / "first", family)
+    umem.load(tmp_path / "first", device="cpu").save_pretrained(tmp_path / "second")  # type: ignore[operator]
+    first, second = (load_file(tmp_path / name / "model.safetensors") for name in ("first", "second"))
+    assert first.keys() == second.keys()
+    assert all(same_bytes(first[name], second[name]) for name in first)
+
+
+def rewrite(directory: Path, **changes: torch.Tensor | None) -> None:
+    """Change the stored tensors: None takes one away."""
+    tensors = load_file(directory / "model.safetensors") | changes
+    kept = {name: tensor.contiguous() for name, tensor in tensors.items() if tensor is not None}
+    save_file(kept, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_ties_hold_whichever_name_is_stored(tmp_path: Path) -> None:
+    save_family(tmp_path, "llama-tied")
+    stored = load_file(tmp_path / "model.safetensors")
+    embedding = stored["model.embed_tokens.weight"]
+    assert "lm_head.weight" not in stored
+    rewrite(tmp_path, **{"model.embed_tokens.weight": None, "lm_head.weight": embedding})
+    ours, theirs = umem.load(tmp_path, device="cpu"), AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert_same_model(ours, theirs)
+    assert ours.lm_head.weight is ours.model.embed_tokens.weight  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("equal", [True, False])
+def test_both_tied_names_stored(tmp_path: Path, equal: bool) -> None:
+    save_family(tmp_path, "llama-tied")
+    embedding = load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"]
+    rewrite(tmp_path, **{"lm_head.weight": embedding.clone() if equal else embedding + 1})
+    ours, theirs = umem.load(tmp_path, device="cpu"), AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert_same_model(ours, theirs)
+    assert (ours.lm_head.weight is ours.model.embed_tokens.weight) is equal  # type: ignore[union-attr]
+
+
+def test_torch_files_with_tied_names_read_the_tensor_once(tmp_path: Path) -> None:
+    save_family(tmp_path, "llama-tied")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    ours, report = umem.load(tmp_path, device="cpu", return_report=True)
+    assert_same_model(ours, AutoModelForCausalLM.from_pretrained(tmp_path))
+    assert report.plan.forecast.read_bytes == sum(parameter.nbytes for parameter in ours.parameters())
+    assert report.plan.ignored == ("lm_head.weight",)
+
+
+def test_missing_and_unexpected_keys_are_errors_unless_allowed(tmp_path: Path) -> None:
+    save_family(tmp_path, "llama")
+    rewrite(tmp_path, **{"lm_head.weight": None, "extra.weight": torch.ones(2)})
+    with pytest.raises(KeyMismatchError) as caught:
+        umem.load(tmp_path, device="cpu")
+    assert caught.value.missing == ("lm_head.weight",)
+    assert caught.value.unexpected == ("extra.weight",)
+    torch.manual_seed(5)
+    ours = umem.load(tmp_path, device="cpu", allow_missing=["lm_head.*"], allow_unexpected=["extra.*"])
+    torch.manual_seed(5)
+    assert_same_model(ours, AutoModelForCausalLM.from_pretrained(tmp_path))
+
+
+def test_an_expert_that_is_missing_is_named(tmp_path: Path) -> None:
+    save_family(tmp_path, "qwen3_moe")
+    rewrite(tmp_path, **{"model.layers.1.mlp.experts.3.up_proj.weight": None})
+    with pytest.raises(KeyMismatchError) as caught:
+        umem.load(tmp_path, device="cpu")
+    assert [mismatch.target for mismatch in caught.value.mismatched] == ["model.layers.1.mlp.experts.gate_up_proj"]
+
+
+def test_a_base_model_from_a_checkpoint_with_a_head(tmp_path: Path) -> None:
+    save_family(tmp_path, "qwen3_moe")
+    ours = umem.load(tmp_path, device="cpu", model_class=AutoModel, allow_unexpected=["lm_head.*"])
+    assert_same_model(ours, AutoModel.from_pretrained(tmp_path))
+
+
+def test_shards_without_an_index_and_a_single_file(tmp_path: Path) -> None:
+    save_family(tmp_path, "llama")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    names = sorted(tensors)
+    save_file({name: tensors[name] for name in names[:7]}, tmp_path / "part-a.safetensors")
+    save_file({name: tensors[name] for name in names[7:]}, tmp_path / "part-b.safetensors")
+    assert_same_model(umem.load(tmp_path, device="cpu"), theirs)
+    (tmp_path / "part-a.safetensors").unlink()
+    save_file(tensors, tmp_path / "part-b.safetensors")
+    assert_same_model(umem.load(tmp_path / "part-b.safetensors", device="cpu"), theirs)
+
+
+def test_settings_of_the_library_pass_through(tmp_path: Path) -> None:
+    save_family(tmp_path, "llama")
+    settings: dict[str, Any] = {"attn_implementation": "eager", "key_mapping": {r"^model\.": "model."}}
+    ours = umem.load(tmp_path, device="cpu", **settings)
+    assert_same_model(ours, AutoModelForCausalLM.from_pretrained(tmp_path, **settings))
+    assert ours.config._attn_implementation == "eager"
+
+
+def test_a_directory_without_a_config(tmp_path: Path) -> None:
+    save_family(tmp_path, "llama")
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(CheckpointNotFoundError, match="load_into"):
+        umem.load(tmp_path, device="cpu")
+
+
+def test_a_plan_reads_and_allocates_nothing(tmp_path: Path) -> None:
+    save_family(tmp_path, "qwen3_moe")
+    plan = umem.plan(tmp_path, device="cpu")
+    model, report = umem.load(tmp_path, device="cpu", return_report=True)
+    assert plan.to_json() == report.plan.to_json()
+    assert plan.bytes_by_route()[Route.DIRECT, "stored bytes fill a view"] == sum(
+        parameter.nbytes for name, parameter in model.named_parameters() if ".experts." in name
+    )
+
+
+def test_other_threads_keep_the_librarys_own_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_family(tmp_path, "llama")
+    original = modeling_utils.PreTrainedModel._load_pretrained_model
+    used, entered, done = [], threading.Event(), threading.Event()
+    real = modeling_utils.convert_and_load_state_dict_in_model  # type: ignore[attr-defined]
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        used.append(threading.current_thread().name)
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(modeling_utils, "convert_and_load_state_dict_in_model", watched)
+
+    def theirs() -> None:
+        entered.wait(10)
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+        done.set()
+
+    def hold(_progress: object) -> None:
+        entered.set()
+        assert done.wait(20)
+
+    other = threading.Thread(target=theirs, name="theirs")
+    other.start()
+    umem.load(tmp_path, device="cpu", progress=hold)
+    other.join()
+    assert used == ["theirs"]
+    assert modeling_utils.PreTrainedModel._load_pretrained_model is original
+
+
+def test_the_library_is_put_back_after_a_failure(tmp_path: Path) -> None:
+    save_family(tmp_path, "llama")
+    before = (modeling_utils._get_resolved_checkpoint_files, modeling_utils.PreTrainedModel._load_pretrained_model)
+    rewrite(tmp_path, **{"lm_head.weight": None})
+    with pytest.raises(KeyMismatchError):
+        umem.load(tmp_path, device="cpu")
+    assert (
+        modeling_utils._get_resolved_checkpoint_files,
+        modeling_utils.PreTrainedModel._load_pretrained_model,
+    ) == before
+
+
+def scaled_experts() -> list[Any]:
+    """A conversion that is no layout: it multiplies."""
+    from transformers.core_model_loading import ConversionOps, WeightConverter
+
+    class Double(ConversionOps):
+        def convert(
+            self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **_: Any
+        ) -> Any:
+            (tensors,) = input_dict.values()
+            return {target_patterns[0]: tensors[0] * 2}
+
+    return [WeightConverter("mlp.down_proj.weight", "mlp.down_proj.weight", operations=[Double()])]
+
+
+def test_what_is_no_layout_is_run_by_the_library_and_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_family(tmp_path, "llama")
+    monkeypatch.setattr(modeling_utils, "get_model_conversion_mapping", lambda *_args, **_kwargs: scaled_experts())
+    ours, report = umem.load(tmp_path, device="cpu", return_report=True)
+    assert_same_model(ours, AutoModelForCausalLM.from_pretrained(tmp_path))
+    materialized = [group for group in report.plan.groups if group.route is Route.MATERIALIZED]
+    assert [group.name for group in materialized] == [f"model.layers.{i}.mlp.down_proj.weight" for i in range(2)]
+    assert all(group.reason.startswith("Double: ") for group in materialized)
+    assert report.plan.forecast.scratch_bytes > 0

@@ -1,0 +1,177 @@
+"""The contract of readers: every reader fills the given buffers whole, or fails in words."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from umem.checkpoint.entries import Shard
+from umem.checkpoint.pagecache import cached_bytes_of_files, evict
+from umem.checkpoint.readers import READERS, Reader, choose_readers
+from umem.errors import ChangedFileError, ConfigError, ReadError, TruncatedFileError
+
+SIZE = 300_007
+
+
+BLOCK = 100_000
+
+
+@pytest.fixture(params=sorted(READERS))
+def reader(request: pytest.FixtureRequest, shard: Shard) -> Reader:
+    reader = READERS[request.param]
+    if reader.why_not(shard):
+        pytest.skip(f"{reader.name}: {reader.why_not(shard)}")
+    return reader
+
+
+@pytest.fixture
+def shard(tmp_path: Path) -> Shard:
+    path = tmp_path / "shard"
+    path.write_bytes(os.urandom(SIZE))
+    return Shard.of(str(path), path.stat())
+
+
+def content(shard: Shard) -> bytes:
+    return Path(shard.path).read_bytes()
+
+
+def fill(reader: Reader, shard: Shard, offset: int, sizes: Sequence[int]) -> bytes:
+    buffers = [bytearray(size) for size in sizes]
+    with reader.open(shard, BLOCK) as handle:
+        handle.fill(offset, [memoryview(buffer) for buffer in buffers])
+    return b"".join(buffers)
+
+
+@pytest.mark.parametrize("offset", [0, 1, 4095, 4096, 12345])
+@pytest.mark.parametrize("sizes", [[1], [0], [4096], [1, 2, 3], [5000, 0, 70_001], [0, 0, 1]])
+def test_any_offset_into_any_buffers(reader: Reader, shard: Shard, offset: int, sizes: list[int]) -> None:
+    assert fill(reader, shard, offset, sizes) == content(shard)[offset : offset + sum(sizes)]
+
+
+def test_up_to_the_last_byte(reader: Reader, shard: Shard) -> None:
+    assert fill(reader, shard, 0, [SIZE]) == content(shard)
+    assert fill(reader, shard, SIZE - 1, [1]) == content(shard)[-1:]
+
+
+def test_more_buffers_than_one_call_takes(reader: Reader, shard: Shard) -> None:
+    assert fill(reader, shard, 7, [3] * 5000) == content(shard)[7 : 7 + 15_000]
+
+
+def test_beyond_the_end(reader: Reader, shard: Shard) -> None:
+    with pytest.raises(TruncatedFileError) as caught:
+        fill(reader, shard, SIZE - 10, [11])
+    assert caught.value.path == shard.path
+
+
+def test_a_file_that_shrank(reader: Reader, shard: Shard) -> None:
+    os.truncate(shard.path, SIZE - 1)
+    with pytest.raises(TruncatedFileError, match="shrank"):
+        fill(reader, shard, 0, [1])
+
+
+def test_a_file_that_shrinks_while_it_is_read(reader: Reader, shard: Shard) -> None:
+    with reader.open(shard, BLOCK) as handle:
+        os.truncate(shard.path, 4096)
+        with pytest.raises(TruncatedFileError):
+            handle.fill(0, [memoryview(bytearray(10_000))])
+
+
+def test_a_file_that_was_replaced(reader: Reader, shard: Shard) -> None:
+    other = Path(shard.path + ".new")
+    other.write_bytes(bytes(SIZE))
+    other.replace(shard.path)
+    with pytest.raises(ChangedFileError, match="open the checkpoint again"):
+        fill(reader, shard, 0, [1])
+
+
+def test_a_file_that_is_gone(reader: Reader, shard: Shard) -> None:
+    os.unlink(shard.path)
+    with pytest.raises(ReadError):
+        fill(reader, shard, 0, [1])
+
+
+def test_short_reads_and_interrupts(reader: Reader, shard: Shard, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, calls = os.preadv, []
+
+    def a_little(descriptor: int, buffers: Sequence[memoryview], offset: int, flags: int = 0) -> int:
+        calls.append(offset)
+        return real(descriptor, [buffers[0][:4096]], offset, flags)
+
+    monkeypatch.setattr(os, "preadv", a_little)
+    assert fill(reader, shard, 3, [12_500, 10, 7_000]) == content(shard)[3 : 3 + 19_510]
+    assert len(calls) > 3
+
+
+def test_an_error_of_the_drive(reader: Reader, shard: Shard, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "preadv", fails)
+    with pytest.raises(ReadError, match="Input/output error") as caught:
+        fill(reader, shard, 0, [10])
+    assert caught.value.path == shard.path
+
+
+@pytest.mark.parametrize("offset", [0, 1, 4095, 250_000])
+@pytest.mark.parametrize("count", [0, 1, 4097, 50_007])
+def test_bytes_that_are_lent(reader: Reader, shard: Shard, offset: int, count: int) -> None:
+    with reader.open(shard, BLOCK) as handle:
+        lent = handle.borrow(offset, count)
+        if lent is not None:
+            assert bytes(lent) == content(shard)[offset : offset + count]
+        if lent is not None:
+            with pytest.raises(TruncatedFileError):
+                handle.borrow(SIZE - 5, 6)
+
+
+def test_what_reads_past_the_page_cache_leaves_nothing_there(shard: Shard) -> None:
+    for reader in READERS.values():
+        descriptor = os.open(shard.path, os.O_RDONLY)
+        os.fsync(descriptor)
+        evict(descriptor)
+        os.close(descriptor)
+        if cached_bytes_of_files([shard.path]) != 0 or reader.why_not(shard):
+            pytest.skip("the kernel or file system cannot show it")
+        fill(reader, shard, 0, [SIZE])
+        assert bool(cached_bytes_of_files([shard.path])) is reader.fills_page_cache
+
+
+def test_the_choice_follows_the_page_cache(shard: Shard) -> None:
+    content(shard)
+    if not cached_bytes_of_files([shard.path]) or READERS["odirect"].why_not(shard):
+        pytest.skip("the kernel or file system cannot show it")
+    assert choose_readers("auto", [shard])[:] == ((READERS["buffered"],), "in the page cache already")
+    descriptor = os.open(shard.path, os.O_RDONLY)
+    os.fsync(descriptor)
+    evict(descriptor)
+    os.close(descriptor)
+    choice = choose_readers("auto", [shard])
+    assert (choice.name, choice.reason) == ("odirect", "not in the page cache")
+
+
+def test_file_systems_without_direct_reads(shard: Shard, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.open
+
+    def refuses(path: str, flags: int, *rest: int) -> int:
+        if flags & getattr(os, "O_DIRECT", 0):
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return real(path, flags, *rest)
+
+    monkeypatch.setattr(os, "open", refuses)
+    monkeypatch.setattr("umem.checkpoint.readers.cached_bytes_of_files", lambda _paths: 0)
+    choice = choose_readers("auto", [shard])
+    assert choice.name == "buffered"
+    assert "refuses O_DIRECT (Invalid argument)" in choice.reason
+    with pytest.raises(ConfigError, match="Invalid argument"):
+        choose_readers("odirect", [shard])
+
+
+def test_names_of_readers(shard: Shard) -> None:
+    assert choose_readers("buffered", [shard, shard]) == ((READERS["buffered"],) * 2, "as set")
+    assert choose_readers("auto", []).name == "none"
+    with pytest.raises(ConfigError, match="buffered"):
+        choose_readers("fastest", [shard])

@@ -1,0 +1,63 @@
+"""Readers: how the bytes of a shard come into memory. The registry, and the choice for each shard."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from umem.checkpoint.entries import Shard
+from umem.checkpoint.pagecache import cached_bytes_of_files
+from umem.checkpoint.readers.base import Reader, ReadHandle
+from umem.checkpoint.readers.buffered import BufferedReader
+from umem.checkpoint.readers.odirect import ODirectReader
+from umem.errors import ConfigError
+
+__all__ = ["READERS", "ReadHandle", "Reader", "ReaderChoice", "choose_readers"]
+
+READERS: dict[str, Reader] = {reader.name: reader for reader in (BufferedReader(), ODirectReader())}
+
+
+class ReaderChoice(NamedTuple):
+    """A reader for each shard, and the reasons, for people."""
+
+    readers: tuple[Reader, ...]
+    reason: str
+
+    @property
+    def name(self) -> str:
+        """The readers' names, the most frequent first."""
+        counts = Counter(reader.name for reader in self.readers)
+        return " + ".join(name for name, _ in counts.most_common()) or "none"
+
+
+def choose_readers(name: str, shards: Sequence[Shard]) -> ReaderChoice:
+    """The reader of that name for every shard; `auto` reads what is in the page cache from there, the rest past it.
+
+    Raises
+    ------
+    ConfigError
+        There is no such reader, or it cannot read these files; the message lists the choices or says why.
+    """
+    if name == "auto":
+        picks = [_pick(shard) for shard in shards]
+        reasons = Counter(reason for _, reason in picks)
+        return ReaderChoice(tuple(reader for reader, _ in picks), "; ".join(why for why, _ in reasons.most_common()))
+    if name not in READERS:
+        raise ConfigError(f"no reader is called {name!r}; there are: auto, {', '.join(sorted(READERS))}")
+    reader = READERS[name]
+    obstacle = next((why for shard in shards if (why := reader.why_not(shard))), None)
+    if obstacle:
+        raise ConfigError(f"the reader {name} cannot read these files: {obstacle}; use reader='auto'")
+    return ReaderChoice((reader,) * len(shards), "as set")
+
+
+def _pick(shard: Shard) -> tuple[Reader, str]:
+    cached = cached_bytes_of_files([shard.path])
+    if cached is not None and 2 * cached > shard.size_bytes:
+        return READERS[BufferedReader.name], "in the page cache already"
+    direct = READERS[ODirectReader.name]
+    obstacle = direct.why_not(shard)
+    if obstacle:
+        return READERS[BufferedReader.name], obstacle
+    return direct, "not in the page cache"

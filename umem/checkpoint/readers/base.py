@@ -1,0 +1,95 @@
+"""The contract of readers.
+
+A reader opens a shard for one thread. Its handle either fills given buffers with consecutive bytes of the file, or
+lends them from a buffer of its own, in both cases whole or not at all. What it does about short reads, interrupts,
+alignment and the end of the file is its own business; what its caller sees is full buffers or a typed error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Sequence
+from typing import Protocol
+
+from umem.checkpoint.entries import Shard
+from umem.errors import ReadError, TruncatedFileError
+
+__all__ = ["ReadHandle", "Reader", "ended_early", "open_shard", "read_failed"]
+
+
+class ReadHandle(Protocol):
+    """A shard, opened for one thread."""
+
+    def fill(self, offset: int, buffers: Sequence[memoryview]) -> None:
+        """Fill `buffers` with the bytes of the file from `offset` on.
+
+        Raises
+        ------
+        TruncatedFileError
+            The file ends first.
+        ReadError
+            The system could not read.
+        """
+
+    def borrow(self, offset: int, count: int) -> memoryview | None:
+        """`count` bytes from `offset`, valid until the next call; None from a handle that has no buffer of its own.
+
+        Raises as `fill` does.
+        """
+
+    def close(self) -> None:
+        """Close the file."""
+
+
+class Reader(Protocol):
+    """Opens shards.
+
+    Attributes
+    ----------
+    name
+        How a user asks for it.
+    fills_page_cache
+        Whether what it reads goes through the page cache.
+    """
+
+    name: str
+    fills_page_cache: bool
+
+    def open(self, shard: Shard, block_bytes: int) -> contextlib.AbstractContextManager[ReadHandle]:
+        """The shard, opened for reads of at most `block_bytes`.
+
+        Raises
+        ------
+        ChangedFileError, TruncatedFileError
+            It is no longer the file that was planned.
+        ReadError
+            It cannot be opened.
+        """
+
+    def why_not(self, shard: Shard) -> str | None:
+        """Why it cannot read this shard, for people; None if it can."""
+
+
+def open_shard(shard: Shard, flags: int = 0) -> int:
+    """A descriptor of the shard, which is still the file whose header was read; raises as `Reader.open`."""
+    try:
+        descriptor = os.open(shard.path, os.O_RDONLY | os.O_CLOEXEC | flags)
+    except OSError as error:
+        raise ReadError(f"cannot be opened: {error.strerror}", path=shard.path) from error
+    try:
+        shard.check_unchanged(os.fstat(descriptor))
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def read_failed(path: str, offset: int, error: OSError) -> ReadError:
+    """The error for a system call that failed."""
+    return ReadError(f"reading at byte {offset} failed: {error.strerror}", path=path)
+
+
+def ended_early(path: str, offset: int) -> TruncatedFileError:
+    """The error for a file that gave no more bytes."""
+    return TruncatedFileError(f"the file ended at byte {offset} while it was read; it was cut short", path=path)
