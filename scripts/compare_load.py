@@ -1,12 +1,13 @@
 """Loads one checkpoint by umem, by transformers and by a plain read, each in fresh processes, in turn.
 
-For each loader: seconds to loaded, seconds from process start to the first forward pass, peak memory, page cache left, and
-a digest of every parameter and buffer, which must agree. Cold runs evict the files first and check that they are gone; warm
-runs read them first. Peak memory is a fresh memory cgroup's high-water mark over the load, page cache included, where
-cgroups can be made; otherwise the process's own resident high-water mark. Medians of interleaved runs, as ratios too.
+For each loader: seconds to loaded, seconds from process start to the first forward pass, peak memory, page cache left,
+and a digest of every parameter and buffer, which must agree. Cold runs evict the files first; warm runs read them
+first; what was cached at the start is in the result. Peak memory is a fresh memory cgroup's high-water mark over the
+load, page cache included, where cgroups can be made; otherwise the process's own resident high-water mark. Medians of
+interleaved runs, as ratios too.
 
-The plain reads are no loaders: they put the same bytes into freshly allocated memory by two threads, through the page cache
-and past it, and show what the machine gives in the same minute.
+The plain reads are no loaders: they put the same bytes into freshly allocated memory by two threads, through the page
+cache and past it, and show what the machine gives in the same minute.
 """
 
 from __future__ import annotations
@@ -116,7 +117,7 @@ def prepared_umem(checkpoint: Path) -> Callable[[], Any]:
 
     import umem
     import umem.adapters.hosts.transformers
-    import umem.strategies  # noqa: F401
+    import umem.strategies
 
     return lambda: umem.load(checkpoint, return_report=True)
 
@@ -264,7 +265,7 @@ def measure(checkpoint: Path, loaders: Sequence[str], caches: Sequence[str], rep
     runs: dict[str, dict[str, list[dict[str, Any]]]] = {cache: {name: [] for name in loaders} for cache in caches}
     for number in range(repeats):
         for cache in caches:
-            for loader in loaders[number % len(loaders) :] + loaders[: number % len(loaders)]:
+            for loader in (*loaders[number % len(loaders) :], *loaders[: number % len(loaders)]):
                 facts = run(loader, checkpoint, cold=cache == "cold")
                 runs[cache][loader].append(facts)
                 note = f"{cache} {loader}: {facts['load_s']:.2f} s, peak {facts['peak_bytes'] / 2**20:.0f} MiB"

@@ -173,6 +173,11 @@ def test_what_is_no_move_is_noticed(tmp_path: Path, name: str) -> None:
 def test_shapes_that_do_not_fit_are_the_usual_errors(tmp_path: Path) -> None:
     tensors = {"a": random_tensor((6, 8)), "b": random_tensor((4, 7))}
     a, b = traced(open_checkpoint(write_safetensors(tmp_path / "m.safetensors", tensors)))
-    for code in (lambda: torch.stack([a, b]), lambda: torch.cat([a, b]), lambda: a.reshape(5, 5)):
+    programs: list[Callable[[], torch.Tensor]] = [
+        lambda: torch.stack([a, b]),
+        lambda: torch.cat([a, b]),
+        lambda: a.reshape(5, 5),
+    ]
+    for code in programs:
         with pytest.raises((ValueError, RuntimeError)):
             code()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from pathlib import Path
 from typing import Any
@@ -216,3 +217,29 @@ def test_what_is_no_layout_is_run_by_the_library_and_reported(tmp_path: Path, mo
     assert [group.name for group in materialized] == [f"model.layers.{i}.mlp.down_proj.weight" for i in range(2)]
     assert all(group.reason.startswith("Double: ") for group in materialized)
     assert report.plan.forecast.scratch_bytes > 0
+
+
+def rename_fields(directory: Path, architecture: str | None, **names: str) -> None:
+    """Change the architecture in a config, and names of its fields."""
+    path = directory / "config.json"
+    config = json.loads(path.read_text())
+    config["architectures"] = [architecture] if architecture else None
+    path.write_text(json.dumps({names.get(name, name): value for name, value in config.items()}))
+
+
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "ExaoneForCausalLM", None])
+def test_a_type_that_borrows_anothers_class_keeps_its_own_config(tmp_path: Path, architecture: str | None) -> None:
+    config = transformers.ExaoneConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, vocab_size=96
+    )
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path)
+    rename_fields(tmp_path, architecture, num_hidden_layers="num_layers")
+    ours, theirs = umem.load(tmp_path, device="cpu"), AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert_same_model(ours, theirs)
+    assert type(ours.config) is transformers.ExaoneConfig
+
+
+def test_a_base_architecture_is_loaded_as_such(tmp_path: Path) -> None:
+    config = transformers.BertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=48)
+    transformers.BertModel(config).save_pretrained(tmp_path)
+    assert type(umem.load(tmp_path, device="cpu")) is transformers.BertModel

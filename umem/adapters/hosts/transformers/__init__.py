@@ -25,6 +25,18 @@ from umem.adapters.hosts.transformers.seam import LoadStep, replaced_loading
 
 __all__ = ["load_model", "plan_model"]
 
+#: In the order in which a checkpoint of a type that has several kinds of models is taken for one.
+_AUTO_CLASSES = (
+    "AutoModelForCausalLM",
+    "AutoModelForImageTextToText",
+    "AutoModelForMultimodalLM",
+    "AutoModelForSpeechSeq2Seq",
+    "AutoModelForSeq2SeqLM",
+    "AutoModelForObjectDetection",
+    "AutoModelForPreTraining",
+    "AutoModel",
+)
+
 
 class _PlannedError(Exception):
     """Carries a plan out of the library, which stops there."""
@@ -107,13 +119,23 @@ def _from_pretrained(
 
 
 def _class_of(source: str, settings: Mapping[str, Any]) -> Any:
-    """The class that the config names; remote code through the Auto class that it is registered for."""
+    """The class to load: what the config names if its own config class fits, else the first Auto class for the type.
+
+    Some model types borrow another type's class, which would read the config as its own; the Auto classes do not.
+    Remote code is loaded by the Auto class that it is registered for.
+    """
     names = ("trust_remote_code", "revision", "subfolder", "token", "cache_dir", "local_files_only")
     config = transformers.AutoConfig.from_pretrained(
         source, **{name: settings[name] for name in names if settings.get(name) is not None}
     )
-    remote = [name for name in getattr(config, "auto_map", None) or () if name.startswith("AutoModel")]
-    if remote and settings.get("trust_remote_code"):
-        return getattr(transformers, max(remote, key=lambda name: (name == "AutoModelForCausalLM", len(name))))
-    architecture = (getattr(config, "architectures", None) or [None])[0]
-    return getattr(transformers, architecture or "AutoModel", transformers.AutoModel)
+    remote = getattr(config, "auto_map", None) or {}
+    if settings.get("trust_remote_code"):
+        registered = [name for name in _AUTO_CLASSES if name in remote]
+        if registered:
+            return getattr(transformers, registered[0])
+    architecture = (getattr(config, "architectures", None) or [""])[0]
+    named = getattr(transformers, architecture, None)
+    if named is not None and isinstance(config, getattr(named, "config_class", None) or ()):
+        return named
+    loaders = (getattr(transformers, name) for name in _AUTO_CLASSES)
+    return next((loader for loader in loaders if type(config) in loader._model_mapping), transformers.AutoModel)

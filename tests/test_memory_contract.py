@@ -1,0 +1,93 @@
+"""The promise about memory, by the kernel's own count: a control group's high-water mark, page cache included."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from scripts.sample_checkpoint import write_sample
+from tests.limits import MemoryGroup, memory_group
+from umem.checkpoint import open_checkpoint
+
+pytest.importorskip("transformers")
+pytestmark = pytest.mark.root
+
+MIB = 1 << 20
+
+LOAD = """
+import json, sys
+import torch
+from pathlib import Path
+import transformers.models.qwen3_moe.modeling_qwen3_moe
+import umem, umem.adapters.hosts.transformers, umem.strategies
+path, used, peak = sys.argv[1:]
+umem.plan(path, device="cpu")
+Path(peak).write_text("0")
+base = int(Path(used).read_text())
+model, report = umem.load(path, device="cpu", return_report=True, config=umem.LoadConfig(reader=READER))
+print(json.dumps([int(Path(peak).read_text()) - base, report.plan.forecast.peak_bytes, report.plan.forecast.final_bytes,
+                  report.measured_peak_bytes]))
+"""
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A mixture-of-experts model of 350 MiB."""
+    directory = tmp_path_factory.mktemp("moe")
+    write_sample(directory, layers=1, experts=32)
+    return directory
+
+
+def evict(directory: Path) -> None:
+    for shard in open_checkpoint(directory).shards:
+        descriptor = os.open(shard.path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+
+
+def run(group: MemoryGroup, directory: Path, reader: str) -> list[int]:
+    if group.version != 1:
+        pytest.skip("memory.peak of cgroup v2 can only be reset through a descriptor of its own")
+    files = [str(group.path / name) for name in ("memory.usage_in_bytes", "memory.max_usage_in_bytes")]
+    done = group.run(LOAD.replace("READER", repr(reader)), str(directory), *files)
+    assert done.returncode == 0, done.stderr
+    facts: list[int] = json.loads(done.stdout)
+    return facts
+
+
+@pytest.mark.parametrize("cold", [True, False], ids=["cold", "warm"])
+@pytest.mark.parametrize("reader", ["auto", "buffered"])
+def test_the_peak_is_the_model_and_the_window(checkpoint: Path, reader: str, cold: bool) -> None:
+    if cold:
+        evict(checkpoint)
+    with memory_group() as group:
+        peak, forecast, final, measured = run(group, checkpoint, reader)
+    assert final > 340 * MIB
+    assert final < peak <= forecast + 0.02 * final
+    assert abs(measured - peak) < 32 * MIB
+
+
+def test_a_load_fits_a_limit_of_the_model_and_the_window(checkpoint: Path) -> None:
+    with memory_group() as group:
+        peak, forecast, *_ = run(group, checkpoint, "buffered")
+        del peak
+    evict(checkpoint)
+    with memory_group() as group:
+        group.limit(forecast + 420 * MIB)  # the interpreter with torch and transformers takes about 300 MiB
+        run(group, checkpoint, "buffered")
+
+
+def test_a_limit_that_is_too_small_is_an_error_and_no_kill(checkpoint: Path) -> None:
+    with memory_group() as group:
+        group.limit(500 * MIB)
+        code = (
+            "import sys, umem\n"
+            "try:\n    umem.load(sys.argv[1], device='cpu')\n"
+            "except umem.UmemError as error:\n    print(type(error).__name__, error.source)\n"
+        )
+        done = group.run(code, str(checkpoint))
+    assert done.stdout.startswith("InsufficientMemoryError the control group's headroom"), done.stderr
