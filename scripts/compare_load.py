@@ -316,6 +316,11 @@ def rows(result: dict[str, Any]) -> list[dict[str, Any]]:
     return table
 
 
+def loaders_of(result: dict[str, Any]) -> set[str]:
+    """The loaders that ran."""
+    return {name for by_loader in result["runs"].values() for name in by_loader}
+
+
 def equal(result: dict[str, Any]) -> bool:
     """Whether every model of every run has the same bits and gives the same logits."""
     digests = {
@@ -328,7 +333,17 @@ def equal(result: dict[str, Any]) -> bool:
     return len(digests) == 1
 
 
-HEADER = ("cache", "loader", "to loaded s", "(range)", "to tf", "to raw", "1st forward s", "peak MiB", "cache left MiB")
+HEADER = (
+    "cache",
+    "loader",
+    "loaded s",
+    "(range)",
+    "ratio",
+    "to raw",
+    "1st forward s",
+    "peak MiB",
+    "cache left MiB",
+)
 
 
 def cells(row: dict[str, Any]) -> list[str]:
@@ -357,6 +372,7 @@ def markdown(result: dict[str, Any]) -> str:
     lines += [
         f"Checkpoint: {result['checkpoint_bytes'] / 2**20:.0f} MiB. Medians of {result['repeats']} interleaved runs."
     ]
+    lines += ["Ratio: to `from_pretrained`; to raw: to the faster of the two plain reads.", ""]
     lines += [f"All models bit-equal, logits equal: {'yes' if equal(result) else 'NO'}.", ""]
     lines += ["| " + " | ".join(HEADER) + " |", "|" + "---|" * len(HEADER)]
     lines += ["| " + " | ".join(cells(row)) + " |" for row in rows(result)]
@@ -374,10 +390,11 @@ def show(result: dict[str, Any]) -> None:
         console.print("umem's report of its load", style="bold")
         print(texts[-1])
     table = Table(box=None, pad_edge=False, header_style="dim")
-    for position, name in enumerate(HEADER):
-        table.add_column(name, justify="left" if position < 2 else "right")
+    shown = [name for name in HEADER if name != "(range)" and (name != "to raw" or "raw direct" in loaders_of(result))]
+    for position, name in enumerate(shown):
+        table.add_column(name, justify="left" if position < 2 else "right", no_wrap=position < 2)
     for row in rows(result):
-        table.add_row(*cells(row))
+        table.add_row(*(text for name, text in zip(HEADER, cells(row), strict=True) if name in shown))
     console.print(table)
     console.print(f"bit-equal, logits equal: {'yes' if equal(result) else 'NO'}", style="bold")
 
