@@ -1,4 +1,4 @@
-"""Loads one checkpoint by umem, by transformers and by a plain read, each in fresh processes, in turn.
+"""Loads checkpoints by umem, by transformers and by a plain read, each in fresh processes, in turn.
 
 For each loader: seconds to loaded, seconds from process start to the first forward pass, peak memory, page cache left,
 and a digest of every parameter and buffer, which must agree. Cold runs evict the files first; warm runs read them
@@ -113,6 +113,7 @@ def digest(model: Any, logits: Any) -> str:
 def prepared_umem(checkpoint: Path) -> Callable[[], Any]:
     """Import what a load needs; the load itself comes later."""
     import torch  # noqa: F401
+    import transformers.models.qwen3.modeling_qwen3
     import transformers.models.qwen3_moe.modeling_qwen3_moe  # noqa: F401
 
     import umem
@@ -125,6 +126,7 @@ def prepared_umem(checkpoint: Path) -> Callable[[], Any]:
 def prepared_transformers(checkpoint: Path) -> Callable[[], Any]:
     """Import what a load needs; the load itself comes later."""
     import transformers
+    import transformers.models.qwen3.modeling_qwen3
     import transformers.models.qwen3_moe.modeling_qwen3_moe
 
     transformers.logging.set_verbosity_error()
@@ -135,6 +137,7 @@ def prepared_transformers(checkpoint: Path) -> Callable[[], Any]:
 def prepared_raw(checkpoint: Path, *, direct: bool) -> Callable[[], Any]:
     """Two threads that read every shard into fresh anonymous memory, in file order."""
     import torch  # noqa: F401 - the same process as the loaders, so the same state of the machine
+    import transformers.models.qwen3.modeling_qwen3
     import transformers.models.qwen3_moe.modeling_qwen3_moe  # noqa: F401
 
     def load() -> list[mmap.mmap]:
@@ -260,18 +263,24 @@ def memory_group() -> Iterator[str]:
             time.sleep(0.05)
 
 
-def measure(checkpoint: Path, loaders: Sequence[str], caches: Sequence[str], repeats: int) -> dict[str, Any]:
-    """All runs, interleaved; medians and ratios by cache and loader."""
-    runs: dict[str, dict[str, list[dict[str, Any]]]] = {cache: {name: [] for name in loaders} for cache in caches}
+def measure(checkpoints: Sequence[Path], loaders: Sequence[str], caches: Sequence[str], repeats: int) -> dict[str, Any]:
+    """All runs, interleaved."""
+    keys = [(checkpoint.name, cache, loader) for checkpoint in checkpoints for cache in caches for loader in loaders]
+    runs: dict[tuple[str, str, str], list[dict[str, Any]]] = {key: [] for key in keys}
     for number in range(repeats):
         for cache in caches:
             for loader in (*loaders[number % len(loaders) :], *loaders[: number % len(loaders)]):
-                facts = run(loader, checkpoint, cold=cache == "cold")
-                runs[cache][loader].append(facts)
-                note = f"{cache} {loader}: {facts['load_s']:.2f} s, peak {facts['peak_bytes'] / 2**20:.0f} MiB"
-                print(note, file=sys.stderr, flush=True)
-    size = sum(path.stat().st_size for path in checkpoint.glob("*.safetensors"))
-    return {"machine": machine(), "checkpoint_bytes": size, "repeats": repeats, "runs": runs}
+                for checkpoint in checkpoints:
+                    facts = run(loader, checkpoint, cold=cache == "cold")
+                    runs[checkpoint.name, cache, loader].append(facts)
+                    note = f"{checkpoint.name} {cache} {loader}: {facts['load_s']:.2f} s"
+                    print(f"{note}, peak {facts['peak_bytes'] / 2**20:.0f} MiB", file=sys.stderr, flush=True)
+    sizes = {path.name: sum(shard.stat().st_size for shard in path.glob("*.safetensors")) for path in checkpoints}
+    listed = [
+        {"checkpoint": name, "cache": cache, "loader": loader, "runs": runs[name, cache, loader]}
+        for name, cache, loader in keys
+    ]
+    return {"machine": machine(), "bytes": sizes, "repeats": repeats, "series": listed}
 
 
 def machine() -> dict[str, Any]:
@@ -291,57 +300,66 @@ def machine() -> dict[str, Any]:
 
 
 def rows(result: dict[str, Any]) -> list[dict[str, Any]]:
-    """One row a cache and loader: medians, spread, and ratios to transformers and to the faster plain read."""
-    table = []
-    for cache, by_loader in result["runs"].items():
-        times = {name: median(facts["load_s"] for facts in runs) for name, runs in by_loader.items()}
-        raw = min((times[name] for name in times if name.startswith("raw")), default=None)
-        for name, runs in by_loader.items():
-            spread = sorted(facts["load_s"] for facts in runs)
-            forwards = [facts["first_forward_s"] for facts in runs if "first_forward_s" in facts]
-            table.append(
-                {
-                    "cache": cache,
-                    "loader": name,
-                    "load_s": times[name],
-                    "fastest_s": spread[0],
-                    "slowest_s": spread[-1],
-                    "to_transformers": times[name] / times["transformers"] if "transformers" in times else None,
-                    "to_raw": times[name] / raw if raw else None,
-                    "first_forward_s": median(forwards) if forwards else None,
-                    "peak_bytes": median(facts["peak_bytes"] for facts in runs),
-                    "cache_left_bytes": median(facts["cache_left_bytes"] for facts in runs),
-                }
-            )
-    return table
+    """One row a checkpoint, cache and loader: medians, spread, ratios to transformers and to the faster plain read."""
+    times: dict[tuple[str, str, str], float] = {}
+    for series in result["series"]:
+        key = series["checkpoint"], series["cache"], series["loader"]
+        times[key] = median(facts["load_s"] for facts in series["runs"])
+    return [row(series, times, result["bytes"][series["checkpoint"]]) for series in result["series"]]
+
+
+def row(series: dict[str, Any], times: dict[tuple[str, str, str], float], size: int) -> dict[str, Any]:
+    """The row of one series."""
+    runs, place = series["runs"], (series["checkpoint"], series["cache"])
+    load_s = times[(*place, series["loader"])]
+    raw = min(
+        (times[(*place, name)] for name in LOADERS if name.startswith("raw") and (*place, name) in times), default=None
+    )
+    transformers_s = times.get((*place, "transformers"))
+    forwards = [facts["first_forward_s"] for facts in runs if "first_forward_s" in facts]
+    return {
+        "checkpoint": series["checkpoint"],
+        "cache": series["cache"],
+        "loader": series["loader"],
+        "load_s": load_s,
+        "fastest_s": min(facts["load_s"] for facts in runs),
+        "slowest_s": max(facts["load_s"] for facts in runs),
+        "s_per_gib": load_s / (size / 2**30),
+        "to_transformers": load_s / transformers_s if transformers_s else None,
+        "to_raw": load_s / raw if raw else None,
+        "first_forward_s": median(forwards) if forwards else None,
+        "peak_bytes": median(facts["peak_bytes"] for facts in runs),
+        "peak_to_size": median(facts["peak_bytes"] for facts in runs) / size,
+        "cache_left_bytes": median(facts["cache_left_bytes"] for facts in runs),
+    }
 
 
 def loaders_of(result: dict[str, Any]) -> set[str]:
     """The loaders that ran."""
-    return {name for by_loader in result["runs"].values() for name in by_loader}
+    return {series["loader"] for series in result["series"]}
 
 
 def equal(result: dict[str, Any]) -> bool:
-    """Whether every model of every run has the same bits and gives the same logits."""
-    digests = {
-        facts["digest"]
-        for by_loader in result["runs"].values()
-        for runs in by_loader.values()
-        for facts in runs
-        if "digest" in facts
-    }
-    return len(digests) == 1
+    """Whether all models of a checkpoint have the same bits and give the same logits."""
+    digests: dict[str, set[str]] = {}
+    for series in result["series"]:
+        found = {facts["digest"] for facts in series["runs"] if "digest" in facts}
+        digests.setdefault(series["checkpoint"], set()).update(found)
+    return all(len(found) <= 1 for found in digests.values())
 
 
 HEADER = (
+    "checkpoint",
     "cache",
     "loader",
     "loaded s",
     "(range)",
+    "s/GiB",
     "ratio",
     "to raw",
     "1st forward s",
     "peak MiB",
+    "peak/size",
     "cache left MiB",
 )
 
@@ -353,29 +371,35 @@ def cells(row: dict[str, Any]) -> list[str]:
         return "" if value is None else format(value, form)
 
     return [
+        row["checkpoint"],
         row["cache"],
         row["loader"],
         number(row["load_s"], ".2f"),
         f"{row['fastest_s']:.2f}-{row['slowest_s']:.2f}",
+        number(row["s_per_gib"], ".2f"),
         number(row["to_transformers"], ".2f"),
         number(row["to_raw"], ".2f"),
         number(row["first_forward_s"], ".2f"),
         f"{row['peak_bytes'] / 2**20:.0f}",
+        number(row["peak_to_size"], ".2f"),
         f"{max(0, row['cache_left_bytes']) / 2**20:.0f}",
     ]
 
 
 def markdown(result: dict[str, Any]) -> str:
     """The result as a page."""
-    lines = ["# Load of a mixture-of-experts model, merged on load", ""]
-    lines += [f"{', '.join(f'{name} {value}' for name, value in result['machine'].items())}.", ""]
-    lines += [
-        f"Checkpoint: {result['checkpoint_bytes'] / 2**20:.0f} MiB. Medians of {result['repeats']} interleaved runs."
+    sizes = ", ".join(f"{name} {size / 2**20:.0f} MiB" for name, size in result["bytes"].items())
+    lines = [
+        "# Loads compared",
+        "",
+        f"{', '.join(f'{name} {value}' for name, value in result['machine'].items())}.",
+        "",
     ]
-    lines += ["Ratio: to `from_pretrained`; to raw: to the faster of the two plain reads.", ""]
-    lines += [f"All models bit-equal, logits equal: {'yes' if equal(result) else 'NO'}.", ""]
+    lines += [f"Checkpoints: {sizes}. Medians of {result['repeats']} interleaved runs."]
+    lines += ["Ratio: to `from_pretrained`; to raw: to the faster of the two plain reads."]
+    lines += [f"All models of a checkpoint bit-equal, logits equal: {'yes' if equal(result) else 'NO'}.", ""]
     lines += ["| " + " | ".join(HEADER) + " |", "|" + "---|" * len(HEADER)]
-    lines += ["| " + " | ".join(cells(row)) + " |" for row in rows(result)]
+    lines += ["| " + " | ".join(cells(line)) + " |" for line in rows(result)]
     return "\n".join(lines) + "\n"
 
 
@@ -385,16 +409,19 @@ def show(result: dict[str, Any]) -> None:
     from rich.table import Table
 
     console = Console()
-    texts = [facts["report_text"] for by in result["runs"].values() for facts in by.get("umem", ())]
+    texts = [facts["report_text"] for series in result["series"] for facts in series["runs"] if "report_text" in facts]
     if texts:
-        console.print("umem's report of its load", style="bold")
+        console.print("umem's report of its last load", style="bold")
         print(texts[-1])
+    hidden = {"(range)", "s/GiB", "peak/size"} | (set() if "raw direct" in loaders_of(result) else {"to raw"})
+    hidden |= {"checkpoint"} if len(result["bytes"]) == 1 else set()
+    shown = [name for name in HEADER if name not in hidden]
     table = Table(box=None, pad_edge=False, header_style="dim")
-    shown = [name for name in HEADER if name != "(range)" and (name != "to raw" or "raw direct" in loaders_of(result))]
-    for position, name in enumerate(shown):
-        table.add_column(name, justify="left" if position < 2 else "right", no_wrap=position < 2)
-    for row in rows(result):
-        table.add_row(*(text for name, text in zip(HEADER, cells(row), strict=True) if name in shown))
+    for name in shown:
+        is_text = name in ("checkpoint", "cache", "loader")
+        table.add_column(name, justify="left" if is_text else "right", no_wrap=is_text)
+    for line in rows(result):
+        table.add_row(*(text for name, text in zip(HEADER, cells(line), strict=True) if name in shown))
     console.print(table)
     console.print(f"bit-equal, logits equal: {'yes' if equal(result) else 'NO'}", style="bold")
 
@@ -402,7 +429,7 @@ def show(result: dict[str, Any]) -> None:
 def main() -> None:
     """Measure and show."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("checkpoints", type=Path, nargs="+", metavar="CHECKPOINT")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--caches", nargs="+", choices=("cold", "warm"), default=["cold", "warm"])
     parser.add_argument("--loaders", nargs="+", choices=LOADERS, default=list(LOADERS))
@@ -411,16 +438,15 @@ def main() -> None:
     options = parser.parse_args()
     if options.child:
         loader, started, group = options.child
-        print(json.dumps(child(loader, options.checkpoint, float(started), group)))
+        print(json.dumps(child(loader, options.checkpoints[0], float(started), group)))
         return
-    result = measure(options.checkpoint, options.loaders, options.caches, options.repeats)
+    result = measure(options.checkpoints, options.loaders, options.caches, options.repeats)
     show(result)
     if options.save is not None:
-        for by_loader in result["runs"].values():
-            for runs in by_loader.values():
-                for facts in runs:
-                    facts.pop("report_text", None)
-                    facts.pop("report", None)
+        for series in result["series"]:
+            for facts in series["runs"]:
+                facts.pop("report_text", None)
+                facts.pop("report", None)
         options.save.with_suffix(".json").write_text(json.dumps(result | {"rows": rows(result)}, indent=1) + "\n")
         options.save.with_suffix(".md").write_text(markdown(result))
     if not equal(result):

@@ -116,7 +116,7 @@ class Row:
 
 def entries() -> list[Entry]:
     """Every entry of the conversion mapping, then the causal families that it does not name."""
-    mapping = conversion_mapping._build_checkpoint_conversion_mapping()  # type: ignore[no-untyped-call]
+    mapping = conversion_mapping._build_checkpoint_conversion_mapping()
     causal = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     operations = {
         name: any(isinstance(step, core_model_loading.WeightConverter) for step in steps)
@@ -580,8 +580,8 @@ def _count_converters(steps: Sequence[Any]) -> int:
 
 def _worker(entry: Entry, pipe: Connection) -> None:
     torch.set_num_threads(1)
-    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
     pipe.send(run_entry(entry))
 
 

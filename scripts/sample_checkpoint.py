@@ -1,4 +1,4 @@
-"""Writes a checkpoint of a mixture-of-experts model of about 1 GiB: Qwen3-MoE-shaped, bf16, several shards, seeded.
+"""Writes a sample checkpoint, bf16, in several shards, seeded: Qwen3-MoE-shaped (about 1 GiB) or Qwen3-shaped (dense).
 
 Tensors are made and written one at a time, so the whole is never in memory. A checkpoint that is there whole is kept.
 """
@@ -60,15 +60,56 @@ def tensors(layers: int, experts: int) -> Iterator[tuple[str, tuple[int, ...]]]:
     yield "lm_head.weight", (65536, hidden)
 
 
+DENSE_CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "dtype": "bfloat16",
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 33,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "vocab_size": 32768,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 4096,
+}
+
+
+def dense_tensors(layers: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Names and shapes, in the order of the released Qwen3 checkpoints."""
+    hidden, inner, head = 2048, 8192, 128
+    yield "model.embed_tokens.weight", (32768, hidden)
+    for layer in range(layers):
+        prefix = f"model.layers.{layer}"
+        yield f"{prefix}.input_layernorm.weight", (hidden,)
+        yield f"{prefix}.mlp.down_proj.weight", (hidden, inner)
+        yield f"{prefix}.mlp.gate_proj.weight", (inner, hidden)
+        yield f"{prefix}.mlp.up_proj.weight", (inner, hidden)
+        yield f"{prefix}.post_attention_layernorm.weight", (hidden,)
+        yield f"{prefix}.self_attn.k_norm.weight", (head,)
+        yield f"{prefix}.self_attn.k_proj.weight", (4 * head, hidden)
+        yield f"{prefix}.self_attn.o_proj.weight", (hidden, 16 * head)
+        yield f"{prefix}.self_attn.q_norm.weight", (head,)
+        yield f"{prefix}.self_attn.q_proj.weight", (16 * head, hidden)
+        yield f"{prefix}.self_attn.v_proj.weight", (4 * head, hidden)
+    yield "model.norm.weight", (hidden,)
+    yield "lm_head.weight", (32768, hidden)
+
+
 def write_sample(directory: Path, *, layers: int = 4, experts: int = 64) -> None:
-    """Write the checkpoint, unless it is there whole."""
+    """Write the checkpoint, unless it is there whole; no experts: a dense model."""
     if (directory / "model.safetensors.index.json").exists():
         return
     directory.mkdir(parents=True, exist_ok=True)
-    config = CONFIG | {"num_hidden_layers": layers, "num_experts": experts}
+    config = DENSE_CONFIG | {"num_hidden_layers": layers}
+    named = dense_tensors(layers)
+    if experts:
+        config = CONFIG | {"num_hidden_layers": layers, "num_experts": experts}
+        named = tensors(layers, experts)
     shards: list[list[tuple[str, tuple[int, ...]]]] = [[]]
     filled = 0
-    for name, shape in tensors(layers, experts):
+    for name, shape in named:
         size = 2 * torch.Size(shape).numel()
         if filled + size > SHARD_BYTES and shards[-1]:
             shards.append([])
@@ -112,6 +153,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("directory", type=Path)
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--experts", type=int, default=64)
+    parser.add_argument("--experts", type=int, default=64, help="0: a dense model")
     options = parser.parse_args()
     write_sample(options.directory, layers=options.layers, experts=options.experts)

@@ -67,6 +67,17 @@ def test_equals_the_module_that_was_saved(tmp_path: Path, suffix: str, on_meta: 
     net.norm(torch.randn(4, 6)).sum().backward()
 
 
+@pytest.mark.parametrize("on_meta", [True, False])
+@pytest.mark.parametrize("stored", ["first", "second"])
+def test_a_tie_stored_under_either_name(tmp_path: Path, stored: str, on_meta: bool) -> None:
+    module = Holder({"first": torch.empty(3, 2), "x": torch.empty(2)}, "meta" if on_meta else "cpu")
+    module.register_parameter("second", module.get_parameter("first"))
+    write_safetensors(tmp_path / "m.safetensors", {stored: random_tensor((3, 2)), "x": random_tensor((2,))})
+    umem.load_into(module, tmp_path, device="cpu")
+    assert module.get_parameter("second") is module.get_parameter("first")
+    assert same_bytes(module.get_parameter("first"), random_tensor((3, 2)))
+
+
 @pytest.mark.parametrize(
     ("dtype", "expected"),
     [(None, torch.float32), ("auto", torch.bfloat16), (torch.float16, torch.float16), ("float64", torch.float64)],

@@ -9,21 +9,35 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from umem.api import load, load_into, plan, probe
+    from umem.adapters.rules import Rule
+    from umem.api import load, load_adapter, load_into, plan, probe
     from umem.config import LoadConfig
     from umem.errors import UmemError
     from umem.planning import LoadPlan
     from umem.report import LoadReport
 
-__all__ = ["LoadConfig", "LoadPlan", "LoadReport", "UmemError", "load", "load_into", "plan", "probe"]
+__all__ = [
+    "LoadConfig",
+    "LoadPlan",
+    "LoadReport",
+    "Rule",
+    "UmemError",
+    "load",
+    "load_adapter",
+    "load_into",
+    "plan",
+    "probe",
+]
 __version__ = "0.1.0"
 
 _PLACES = {
     "LoadConfig": "umem.config",
     "LoadPlan": "umem.planning",
     "LoadReport": "umem.report",
+    "Rule": "umem.adapters.rules",
     "UmemError": "umem.errors",
     "load": "umem.api",
+    "load_adapter": "umem.api",
     "load_into": "umem.api",
     "plan": "umem.api",
     "probe": "umem.api",

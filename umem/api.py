@@ -1,228 +1,30 @@
-"""load, load_into, plan, probe: wires the parts, decides nothing.
-
-`LoadSession` is one load from opening to report; host frameworks drive it with the model and adapter of their own.
-"""
+"""load, load_into, load_adapter, plan, probe: wires the parts, decides nothing."""
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self, overload
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from umem._types import DType
-from umem.checkpoint import Checkpoint, open_checkpoint
-from umem.checkpoint.pagecache import cached_bytes_of_files
-from umem.checkpoint.readers import ReaderChoice, choose_readers
-from umem.config import MIB, LoadConfig, config_from_environment
-from umem.errors import ConfigError, KeyMismatchError, UmemError
-from umem.planning import Budget, LoadPlan, Target, Targets, budget_from, check_budget, make_plan, targets_of_module
+from umem.checkpoint import Checkpoint
+from umem.config import LoadConfig
+from umem.errors import ConfigError, KeyMismatchError
+from umem.planning import Adaptation, LoadPlan, Target, Targets, make_plan, targets_of_module
 from umem.planning.keys import without
-from umem.probes import MemoryProbe, MemorySnapshot, Monitor, Platform, PlatformClass, probe_platform
-from umem.report.model import LoadReport, Stopwatch
+from umem.report.model import LoadReport
+from umem.session import LoadSession, ProgressCallback, probe
 
 if TYPE_CHECKING:
     import torch
 
-    from umem.strategies import Outcome, Progress
-    from umem.strategies.base import Converter
+    from umem.adapters.rules import Rule
 
-__all__ = ["LoadSession", "MachineSnapshot", "load", "load_into", "plan", "probe"]
-
-ProgressCallback = Callable[["Progress"], None]
-
-#: Memory that a load leaves to the rest of the machine unless told otherwise. Where processor and accelerator share one
-#: memory, the driver needs room too: boxes have frozen with 2 to 4 GiB available.
-_RESERVE_BYTES = 64 * MIB
-_UNIFIED_RESERVE_FRACTION = 0.04
+__all__ = ["load", "load_adapter", "load_into", "plan", "probe"]
 
 _HOSTS = {"transformers": "umem.adapters.hosts.transformers"}
-
-
-@dataclass(frozen=True, slots=True)
-class MachineSnapshot:
-    """The machine at one moment: its class, its memory, and what a load could take."""
-
-    platform: Platform
-    memory: MemorySnapshot
-    budget: Budget
-
-    def to_json(self) -> dict[str, Any]:
-        """The snapshot as JSON values."""
-        return {
-            "schema": "umem.probe",
-            "version": 1,
-            "platform": self.platform.to_json(),
-            "memory": self.memory.to_json(),
-            "budget": {"available_bytes": self.budget.available_bytes, "source": self.budget.source},
-        }
-
-
-def probe(*, device: str = "auto", config: LoadConfig | None = None) -> MachineSnapshot:
-    """What machine this is and what a load to `device` could take now."""
-    config = config or config_from_environment()
-    platform = probe_platform(device)
-    with MemoryProbe() as memory_probe:
-        memory = memory_probe.sample()
-    reserve = config.reserve_bytes
-    if reserve is None:
-        unified = platform.kind is PlatformClass.UNIFIED and memory.total_bytes is not None
-        reserve = int(_UNIFIED_RESERVE_FRACTION * (memory.total_bytes or 0)) if unified else _RESERVE_BYTES
-    available, headroom = memory.available_bytes, memory.cgroup.headroom_bytes if memory.cgroup else None
-    if platform.kind is PlatformClass.DISCRETE:
-        available, headroom = _device_free_bytes(platform.device), None
-    budget = budget_from(
-        available_bytes=available,
-        headroom_bytes=headroom,
-        reserve_bytes=reserve,
-        allowed_bytes=config.memory_budget_bytes,
-    )
-    return MachineSnapshot(platform, memory, budget)
-
-
-def _device_free_bytes(device: str) -> int | None:
-    """Free memory of a device that has its own; None where torch does not tell."""
-    import torch
-
-    return int(torch.cuda.mem_get_info(device)[0]) if device.startswith("cuda") else None
-
-
-class LoadSession:
-    """One load: open, plan, check, run, report. A context manager that watches memory from `open` on.
-
-    Parameters
-    ----------
-    device
-        Where the model goes; `auto` is the best device there is.
-    config
-        The settings; those of the environment where None.
-    progress
-        Called about ten times a second while bytes move.
-    """
-
-    def __init__(
-        self, *, device: str = "auto", config: LoadConfig | None = None, progress: ProgressCallback | None = None
-    ) -> None:
-        self.config = config or config_from_environment()
-        self.stopwatch = Stopwatch()
-        self.platform = probe_platform(device)
-        self._device = device
-        self._progress = progress
-        self._monitor: Monitor | None = None
-        self._plan: LoadPlan | None = None
-        self._outcome: Outcome | None = None
-        self._budget = Budget(None, "not asked")
-        self._readers = ReaderChoice((), "")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._monitor is not None:
-            self._monitor.__exit__(kind, error, trace)
-
-    def open(self, path_or_id: str | os.PathLike[str], *, revision: str | None = None) -> Checkpoint:
-        """Open the checkpoint, and start to watch memory."""
-        with self.stopwatch.phase("open"):
-            checkpoint = open_checkpoint(path_or_id, revision=revision)
-        paths = [shard.path for shard in checkpoint.shards]
-        self._monitor = Monitor(
-            interval_s=self.config.sample_interval_s, cached_file_bytes=lambda: cached_bytes_of_files(paths)
-        )
-        self._monitor.__enter__()
-        return checkpoint
-
-    @contextlib.contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Time a phase of the load."""
-        with self.stopwatch.phase(name):
-            yield
-
-    def run(
-        self,
-        load_plan: LoadPlan,
-        *,
-        convert: Converter | None = None,
-        live: Mapping[str, torch.Tensor] | None = None,
-    ) -> dict[str, torch.Tensor]:
-        """Check that the plan fits, run it, and give the final tensors by target name.
-
-        Raises
-        ------
-        InsufficientMemoryError
-            It does not fit; nothing was read.
-        """
-        from umem.strategies import Execution, Outcome, execute
-
-        self._plan = load_plan
-        self._budget = probe(device=self.platform.device, config=self.config).budget
-        check_budget(load_plan, self._budget)
-        self._readers = choose_readers(self.config.reader, load_plan.checkpoint.shards)
-        execution = Execution(
-            window_bytes=load_plan.forecast.window_bytes,
-            block_bytes=self.config.block_bytes,
-            threads=self.config.threads,
-            readers=self._readers.readers,
-            keep_page_cache=self.platform.kind is PlatformClass.DISCRETE,
-            convert=convert,
-            progress=self._progress,
-        )
-        outcome = Outcome()
-        with self.stopwatch.phase("run"):
-            try:
-                execute(load_plan, execution, live=live, outcome=outcome)
-            except BaseException as error:
-                _say_what_is_spoiled(error, outcome.touched & set(live or ()))
-                raise
-        self._outcome = outcome
-        self._split_run_phase(outcome.seconds)
-        return outcome.tensors
-
-    def _split_run_phase(self, seconds: Mapping[str, float]) -> None:
-        """The executor times its own phases; put them in the place of the one around it."""
-        del self.stopwatch.seconds["run"]
-        position = next(i for i, span in enumerate(self.stopwatch.spans) if span[0] == "run")
-        _, start_s, _ = self.stopwatch.spans.pop(position)
-        for name, spent_s in seconds.items():
-            self.stopwatch.add(name, spent_s)
-            self.stopwatch.spans.append((name, start_s, start_s + spent_s))
-            start_s += spent_s
-
-    def report(self) -> LoadReport:
-        """What the load did. Call it once, when the model is whole; it ends the watch."""
-        if self._monitor is None or self._plan is None or self._outcome is None:
-            raise ValueError("there is no finished load to report on")
-        self._monitor.__exit__(None, None, None)
-        samples, self._monitor = self._monitor.samples, None
-        return LoadReport(
-            plan=self._plan,
-            platform=self.platform,
-            reader=self._readers.name,
-            reader_reason=self._readers.reason,
-            seconds=self.stopwatch.seconds,
-            thread_seconds=self._outcome.thread_seconds,
-            window_peak_bytes=self._outcome.window_peak_bytes,
-            huge_pages=self._outcome.huge_pages,
-            available_bytes=self._budget.available_bytes,
-            available_source=self._budget.source,
-            samples=samples,
-            spans=sorted(self.stopwatch.spans, key=lambda span: span[1]),
-        )
-
-
-def _say_what_is_spoiled(error: BaseException, spoiled: set[str]) -> None:
-    if not spoiled:
-        return
-    names = sorted(spoiled)
-    shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-    error.add_note(f"The load was in place; these tensors no longer hold what they held: {shown}")
-    if isinstance(error, UmemError):
-        error.spoiled = tuple(names)
+_ADAPTER_HOST = "umem.adapters.hosts.peft"
 
 
 @overload
@@ -354,6 +156,7 @@ def load_into(
     device: str | torch.device = "auto",
     dtype: str | torch.dtype | None = None,
     key_mapping: Mapping[str, str] | None = None,
+    rules: Sequence[Rule] = (),
     allow_missing: Sequence[str] = (),
     allow_unexpected: Sequence[str] = (),
     config: LoadConfig | None = None,
@@ -370,6 +173,8 @@ def load_into(
         tensors on the meta device only.
     key_mapping
         Regular expression -> replacement, applied to stored names in order.
+    rules
+        How stored tensors make targets of another layout (`umem.Rule`); held against the names after `key_mapping`.
     allow_missing, allow_unexpected, config, progress
         As for `load`.
 
@@ -381,12 +186,13 @@ def load_into(
         A read failed on the way. Meta tensors are meta as before; live ones that were written to are named in a note of
         the error and in its `spoiled`.
     """
-    from umem.adapters.families import by_name
+    from umem.adapters.families import by_name, renamed
     from umem.adapters.install import install, live_tensors, unfillable_buffers
+    from umem.adapters.rules import apply_rules
 
     with LoadSession(device=str(device), config=config, progress=progress) as session:
         checkpoint = session.open(path_or_id)
-        with session.phase("plan"):
+        with session.planning():
             live = live_tensors(module)
             targets = targets_of_module(
                 module,
@@ -396,10 +202,13 @@ def load_into(
             unfillable = without(unfillable_buffers(module), allow_missing)
             if unfillable:
                 raise KeyMismatchError(missing=unfillable)
+            adaptation = Adaptation([], [], [], [])
+            names = {name: renamed(name, key_mapping) for name in checkpoint.entries}
+            taken = apply_rules(rules, checkpoint, names, targets, adaptation)
             load_plan = make_plan(
                 checkpoint,
                 targets,
-                by_name(checkpoint, targets, key_mapping),
+                by_name(checkpoint, targets, key_mapping, taken=taken, adaptation=adaptation),
                 window_bytes=session.config.window_bytes,
                 live=live.keys(),
                 allow_missing=allow_missing,
@@ -410,6 +219,106 @@ def load_into(
         with session.phase("install"):
             install(module, targets, {name: tensor for name, tensor in tensors.items() if name not in live})
         return session.report()
+
+
+@overload
+def load_adapter(
+    model: torch.nn.Module,
+    path_or_id: str | os.PathLike[str],
+    *,
+    merge: bool = ...,
+    adapter_name: str = ...,
+    is_trainable: bool = ...,
+    autocast_adapter_dtype: bool = ...,
+    allow_unexpected: Sequence[str] = ...,
+    revision: str | None = ...,
+    config: LoadConfig | None = ...,
+    progress: ProgressCallback | None = ...,
+    return_report: Literal[False] = ...,
+) -> torch.nn.Module: ...
+@overload
+def load_adapter(
+    model: torch.nn.Module,
+    path_or_id: str | os.PathLike[str],
+    *,
+    merge: bool = ...,
+    adapter_name: str = ...,
+    is_trainable: bool = ...,
+    autocast_adapter_dtype: bool = ...,
+    allow_unexpected: Sequence[str] = ...,
+    revision: str | None = ...,
+    config: LoadConfig | None = ...,
+    progress: ProgressCallback | None = ...,
+    return_report: Literal[True],
+) -> tuple[torch.nn.Module, LoadReport]: ...
+def load_adapter(
+    model: torch.nn.Module,
+    path_or_id: str | os.PathLike[str],
+    *,
+    merge: bool = False,
+    adapter_name: str = "default",
+    is_trainable: bool = False,
+    autocast_adapter_dtype: bool = True,
+    allow_unexpected: Sequence[str] = (),
+    revision: str | None = None,
+    config: LoadConfig | None = None,
+    progress: ProgressCallback | None = None,
+    return_report: bool = False,
+) -> torch.nn.Module | tuple[torch.nn.Module, LoadReport]:
+    """Load a peft adapter into a model: as modules of its own, or merged into the model's weights.
+
+    With `merge=False` the result is what `peft.PeftModel.from_pretrained(model, path)` gives, bit for bit. With
+    `merge=True` it is `model` itself, its module objects, parameters and gradient flags what they were, holding the
+    numbers of peft's `merge_and_unload()`. Each weight is changed in place, tile by tile: B[rows] @ A, times scaling,
+    is added to the rows of the weight, in the dtypes and the order of operations of peft 0.21 (the product in fp32
+    where the adapter is; rounded to the weight's dtype once, by the addition, and before it for embeddings and
+    experts). DoRA: (W + BA) times magnitude / norm, in tiles of whole rows. Where a weight fits into one tile
+    (some MiB) the bits are peft's, and so they usually are in several; a matrix product of few rows may be summed in
+    another order, which moves an element by at most 16 eps, in 16-bit dtypes 1 eps, of the weight's largest. Live
+    besides the model are one weight's factors and a tile, within the window.
+
+    Parameters
+    ----------
+    model
+        A base model that has its weights and no adapter yet.
+    path_or_id
+        The directory of an adapter (`adapter_config.json` and `adapter_model.safetensors` or `.bin`), or a hub id.
+    merge
+        Add the adapter to the weights instead of keeping it beside them. LoRA with DoRA, rsLoRA, patterns, biases,
+        `modules_to_save`, `trainable_token_indices` and `target_parameters`.
+    adapter_name
+        The name that peft keeps the adapter under.
+    is_trainable, autocast_adapter_dtype
+        As for peft: adapters for training keep their gradients; 16-bit adapters become fp32.
+    allow_unexpected
+        Patterns of stored tensors that may be left out.
+    config, progress, return_report
+        As for `load`.
+
+    Raises
+    ------
+    CheckpointError, KeyMismatchError, InsufficientMemoryError
+        Before a tensor byte is read; the model is as it was.
+    UnsupportedError
+        This kind of adapter or model cannot be done; the message says why. The model is as it was.
+    ReadError
+        A read failed on the way. The model has its own modules; weights that have changed are named in a note of the
+        error and in its `spoiled`.
+    """
+    place = next((tensor.device for tensor in model.parameters() if not tensor.is_meta), "cpu")
+    with LoadSession(device=str(place), config=config, progress=progress) as session:
+        loaded: torch.nn.Module = importlib.import_module(_ADAPTER_HOST).load_adapter(
+            session,
+            model,
+            os.fspath(path_or_id),
+            merge=merge,
+            adapter_name=adapter_name,
+            is_trainable=is_trainable,
+            autocast_adapter_dtype=autocast_adapter_dtype,
+            allow_unexpected=allow_unexpected,
+            revision=revision,
+        )
+        return (loaded, session.report()) if return_report else loaded
 
 
 def _dtype_rule(

@@ -150,7 +150,8 @@ def in_half(tensor: torch.Tensor) -> torch.Tensor:
 
 NO_MOVES: dict[str, Callable[[Tensors], Any]] = {
     "arithmetic": lambda t: t[0] * 2,
-    "a scale": lambda t: t[0] * t[1],
+    "a move after a product": lambda t: (t[0] * t[1]).t(),
+    "a product of two joins": lambda t: torch.cat([t[0], t[1]]) * torch.cat([t[1], t[0]]),
     "a cast": lambda t: t[0].to(torch.float64),
     "a value": lambda t: t[0].sum().item(),
     "a flip": lambda t: t[0].flip(0),

@@ -117,6 +117,16 @@ def test_materialized_fills_live_tensors_in_place(tmp_path: Path) -> None:
     assert same_bytes(live, tensors["w"].t())
 
 
+def test_a_conversion_larger_than_the_window(tmp_path: Path) -> None:
+    tensors = {"w": random_tensor((5 << 20,), torch.int32)}
+    specs: dict[str, Spec] = {"out": (DType.I32, (5 << 20,))}
+    checkpoint, conversion = conversion_plan(tmp_path, tensors, specs)
+    plan = plan_writes(checkpoint, [], specs, [conversion])
+    assert plan.groups[0].scratch_bytes > plan.forecast.window_bytes
+    outcome = run_plan(plan, convert=lambda _name, given: {"out": given["w"] + 1})
+    assert torch.equal(outcome.tensors["out"], tensors["w"] + 1)
+
+
 @pytest.mark.parametrize("given", [{}, {"out": torch.zeros(3)}], ids=["nothing", "another shape"])
 def test_a_conversion_that_breaks_its_promise(tmp_path: Path, given: dict[str, torch.Tensor]) -> None:
     specs: dict[str, Spec] = {"out": (DType.F32, (5, 7))}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from umem.adapters.layout import stored
 from umem.checkpoint.entries import Checkpoint
@@ -19,22 +19,33 @@ from umem.planning.writes import Adaptation, Write
 __all__ = ["by_name", "renamed"]
 
 
-def by_name(checkpoint: Checkpoint, targets: Targets, key_mapping: Mapping[str, str] | None = None) -> Adaptation:
+def by_name(
+    checkpoint: Checkpoint,
+    targets: Targets,
+    key_mapping: Mapping[str, str] | None = None,
+    *,
+    taken: Collection[str] = (),
+    adaptation: Adaptation | None = None,
+) -> Adaptation:
     """Every stored tensor fills the target of its name.
 
     Parameters
     ----------
     key_mapping
         Regular expression -> replacement; all are applied to each stored name, in order, as `re.sub` does.
+    taken, adaptation
+        Stored names that rules have used, and what they gave; the rest is added to it.
 
     Raises
     ------
     ConfigError
         An expression cannot be read.
     """
-    adaptation = Adaptation([], [], [], [])
+    adaptation = adaptation or Adaptation([], [], [], [])
     sources: dict[str, str] = {}
     for stored_name, entry in checkpoint.entries.items():
+        if stored_name in taken:
+            continue
         name = renamed(stored_name, key_mapping)
         if name not in targets:
             adaptation.unexpected.append(stored_name)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from umem.checkpoint.entries import Entry
 from umem.planning.views import Axis, View, carried, contiguous_strides, spread
-from umem.planning.writes import Write
+from umem.planning.writes import Factor, Write
 
 __all__ = ["Layout", "NotALayoutError", "Piece", "concatenate", "stack", "stored"]
 
@@ -32,13 +32,18 @@ class Piece(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """A tensor described by its pieces. Its own order is row-major."""
+    """A tensor described by its pieces. Its own order is row-major.
+
+    A layout that was multiplied by a factor is final: it can be written, but not moved on.
+    """
 
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
+    factor: Factor | None = None
 
     def permute(self, order: Sequence[int]) -> Layout:
         """The dimensions in another order."""
+        _check_plain([self])
         shape = tuple(self.shape[dim] for dim in order)
         inverse = sorted(range(len(order)), key=lambda position: order[position])
         return Layout(shape, _carry(self.pieces, View.whole(shape).permute(inverse)))
@@ -51,12 +56,14 @@ class Layout(NamedTuple):
 
     def reshape(self, shape: Sequence[int]) -> Layout:
         """Another shape over the same elements in the same order. `ValueError` unless the numbers of elements agree."""
+        _check_plain([self])
         if prod(shape) != prod(self.shape):
             raise ValueError(f"shape {tuple(shape)} does not fit the elements of {self.shape}")
         return Layout(tuple(shape), self.pieces)
 
     def narrow(self, dim: int, start: int, length: int, step: int = 1) -> Layout:
         """`length` indices of `dim`: `start`, `start + step`, ... `IndexError` outside of the tensor."""
+        _check_plain([self])
         if start < 0 or length < 0 or (length and start + (length - 1) * step >= self.shape[dim]):
             raise IndexError(f"{length} indices from {start} by {step} are no part of dimension {dim} of {self.shape}")
         shape = (*self.shape[:dim], length, *self.shape[dim + 1 :])
@@ -80,7 +87,24 @@ class Layout(NamedTuple):
     def writes(self, target: str) -> Iterator[Write]:
         """The writes that fill `target` with this layout."""
         for piece in self.pieces:
-            yield Write(piece.entry, piece.source, target, piece.destination)
+            yield Write(piece.entry, piece.source, target, piece.destination, self.factor)
+
+    def scaled(self, by: Layout) -> Layout:
+        """The product with another layout, which is one stored tensor whose shape broadcasts to this one's."""
+        _check_plain([self, by])
+        if len(by.pieces) != 1 or len(by.shape) > len(self.shape):
+            raise NotALayoutError("a product of tensors of which neither is one stored tensor that broadcasts")
+        shape = (1,) * (len(self.shape) - len(by.shape)) + by.shape
+        if any(size not in (1, full) for size, full in zip(shape, self.shape, strict=True)):
+            raise NotALayoutError(f"a product of {self.shape} and {by.shape}")
+        axes, _ = _spread(by.pieces[0], shape)
+        strides = [0] * len(shape)
+        for axis in axes:
+            strides[axis.dim] = axis.source_stride
+            if axis.step != 1 or axis.size != shape[axis.dim]:
+                raise NotALayoutError("a product with parts of a tensor")
+        view = View(by.pieces[0].source.offset, self.shape, tuple(strides))
+        return self._replace(factor=Factor(by.pieces[0].entry, view))
 
 
 def stored(entry: Entry) -> Layout:
@@ -90,6 +114,7 @@ def stored(entry: Entry) -> Layout:
 
 def stack(layouts: Sequence[Layout], dim: int) -> Layout:
     """Equal shapes, along a new dimension. `ValueError` where shapes differ."""
+    _check_plain(layouts)
     first = layouts[0].shape
     if any(layout.shape != first for layout in layouts):
         raise ValueError(
@@ -103,6 +128,7 @@ def stack(layouts: Sequence[Layout], dim: int) -> Layout:
 
 def concatenate(layouts: Sequence[Layout], dim: int) -> Layout:
     """One after the other along `dim`. `ValueError` where the other dimensions differ."""
+    _check_plain(layouts)
     others = {layout.shape[:dim] + layout.shape[dim + 1 :] for layout in layouts}
     if len(others) != 1:
         raise ValueError(
@@ -118,6 +144,11 @@ def concatenate(layouts: Sequence[Layout], dim: int) -> Layout:
         pieces += _carry(layout.pieces, whole.narrow(dim, start, size))
         start += size
     return Layout(shape, tuple(pieces))
+
+
+def _check_plain(layouts: Sequence[Layout]) -> None:
+    if any(layout.factor is not None for layout in layouts):
+        raise NotALayoutError("a move after a multiplication; multiply last")
 
 
 def _carry(pieces: Sequence[Piece], outer: View) -> tuple[Piece, ...]:

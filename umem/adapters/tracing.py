@@ -9,6 +9,7 @@ made of, and a step that the framework adds later works here without a change, o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from math import prod
 from typing import Any, Self
 
 import torch
@@ -153,11 +154,18 @@ def _squeeze(layout: Layout, dim: int | Sequence[int] | None = None) -> Layout:
     return layout.reshape([size for d, size in enumerate(layout.shape) if d not in gone])
 
 
+def _mul(layout: Layout, other: Layout) -> Layout:
+    if not isinstance(other, Layout):
+        raise NotALayoutError("a product with a number")
+    return other.scaled(layout) if prod(other.shape) > prod(layout.shape) else layout.scaled(other)
+
+
 _HANDLERS: dict[Any, Callable[..., Layout | list[Layout]]] = {
     _aten.alias.default: _same,
     _aten.cat.default: _cat,
     _aten.clone.default: _same,
     _aten.detach.default: _same,
+    _aten.mul.Tensor: _mul,
     _aten.permute.default: _permute,
     _aten.select.int: _select,
     _aten.slice.Tensor: _slice,

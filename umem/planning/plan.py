@@ -41,7 +41,8 @@ class Forecast:
     window_bytes
         The cap on everything else that is live.
     scratch_bytes
-        The largest materialized group's need beyond the window (an estimate: its owner's code decides).
+        The largest materialized group's need beyond the window (an estimate: its owner's code decides), and the
+        factors by which streamed tensors are multiplied.
     read_bytes
         Bytes read from the files.
     final_bytes_by_device
@@ -91,7 +92,7 @@ class LoadPlan:
     @property
     def filled(self) -> list[Target]:
         """The targets that the groups write to, each once, in the order of the model."""
-        written = {name for group in self.groups for name in group.targets}
+        written = {self.targets[name].name for group in self.groups for name in group.targets}
         return [self.targets[name] for name in self.targets if name in written]
 
     def bytes_by_route(self) -> dict[tuple[Route, str], int]:
@@ -188,10 +189,7 @@ def make_plan(
     if missing or unexpected or mismatched:
         near = near_names(missing, adaptation.unexpected) | near_names(unexpected, absent)
         raise KeyMismatchError(missing=missing, unexpected=unexpected, mismatched=mismatched, near=near)
-    for name, filling in writes_of.items():
-        if name in converted:
-            raise CoverageError("writes and a conversion both fill it", target=name)
-        prove_coverage(name, targets[name].shape, [write.destination for write in filling])
+    _prove_all(writes_of, targets, converted)
     groups = _groups(writes, adaptation.conversions, targets)
     return LoadPlan(
         checkpoint=checkpoint,
@@ -201,6 +199,18 @@ def make_plan(
         ignored=tuple(sorted({*adaptation.unexpected, *adaptation.ignored, *doubled})),
         forecast=_forecast(groups, targets, window_bytes, live),
     )
+
+
+def _prove_all(writes_of: Mapping[str, Sequence[Write]], targets: Targets, converted: Collection[str]) -> None:
+    """Prove the coverage of every target; layers are alike, so equal sets of views are proven once."""
+    proven: set[tuple[tuple[int, ...], tuple[View, ...]]] = set()
+    for name, filling in writes_of.items():
+        if name in converted:
+            raise CoverageError("writes and a conversion both fill it", target=name)
+        case = targets[name].shape, tuple(write.destination for write in filling)
+        if case not in proven:
+            prove_coverage(name, *case)
+            proven.add(case)
 
 
 def _without_doubles(writes: Sequence[Write], targets: Targets) -> tuple[list[Write], list[str]]:
@@ -242,14 +252,19 @@ def _groups(writes: Sequence[Write], conversions: Sequence[Conversion], targets:
 
 
 def _write_group(writes: list[Write], targets: Targets) -> Group:
-    entry = writes[0].entry
-    names = tuple(dict.fromkeys(write.target for write in writes))
-    casts = [targets[name].dtype for name in names if targets[name].dtype is not entry.dtype]
-    if casts:
-        return Group(names[0], Route.STREAMING, _cast_reason(entry.dtype, casts[0]), (entry,), names, tuple(writes))
-    plain = len(writes) == 1 and writes[0].destination == View.whole(targets[names[0]].shape)
+    entry, first = writes[0].entry, writes[0].target
+    names = (first,) if len(writes) == 1 else tuple(dict.fromkeys(write.target for write in writes))
+    cast = next((targets[name].dtype for name in names if targets[name].dtype is not entry.dtype), None)
+    factors = {write.factor.entry.name: write.factor.entry for write in writes if write.factor is not None}
+    if factors:
+        reason = f"scaled by {', '.join(factors)}"
+        scratch = sum(factor.nbytes for factor in factors.values())
+        return Group(first, Route.STREAMING, reason, (entry, *factors.values()), names, tuple(writes), scratch)
+    if cast is not None:
+        return Group(first, Route.STREAMING, _cast_reason(entry.dtype, cast), (entry,), names, tuple(writes))
+    plain = len(writes) == 1 and writes[0].destination == View.whole(targets[first].shape)
     reason = "stored as it is used" if plain else "stored bytes fill a view"
-    return Group(names[0], Route.DIRECT, reason, (entry,), names, tuple(writes))
+    return Group(first, Route.DIRECT, reason, (entry,), names, tuple(writes))
 
 
 def _cast_reason(stored: DType, final: DType) -> str:
@@ -283,7 +298,14 @@ def _forecast(groups: Collection[Group], targets: Targets, window_bytes: int, li
         final_bytes=final_bytes,
         allocated_bytes=sum(targets[name].nbytes for name in written if name not in live),
         window_bytes=window_bytes,
-        scratch_bytes=max((group.scratch_bytes for group in groups), default=0),
+        scratch_bytes=_scratch_bytes(groups),
         read_bytes=sum(group.read_bytes for group in groups),
         final_bytes_by_device=dict(by_device),
     )
+
+
+def _scratch_bytes(groups: Iterable[Group]) -> int:
+    """The largest conversion's need; factors of all groups are small and are held together."""
+    conversions = max((group.scratch_bytes for group in groups if group.route is Route.MATERIALIZED), default=0)
+    factors = {entry.name: entry.nbytes for group in groups if group.writes for entry in group.entries[1:]}
+    return conversions + sum(factors.values())

@@ -6,14 +6,16 @@ shape. The functions here build such views, simplify pairs of them, and cut pair
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from math import prod
 from typing import NamedTuple
 
-__all__ = ["Axis", "View", "carried", "coalesced", "contiguous_strides", "restricted", "spread"]
+__all__ = ["Axis", "View", "carried", "coalesced", "contiguous_strides", "laid_out", "ordered", "restricted", "spread"]
 
 
-def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+@functools.lru_cache(maxsize=4096)
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Row-major strides of `shape`, in items."""
     strides = [1] * len(shape)
     for dim in range(len(shape) - 2, -1, -1):
@@ -31,7 +33,7 @@ class View(NamedTuple):
     @classmethod
     def whole(cls, shape: Sequence[int], strides: Sequence[int] | None = None) -> View:
         """The view of a whole tensor of `shape`; row-major where no strides are given."""
-        return cls(0, tuple(shape), contiguous_strides(shape) if strides is None else tuple(strides))
+        return cls(0, tuple(shape), contiguous_strides(tuple(shape)) if strides is None else tuple(strides))
 
     @property
     def items(self) -> int:
@@ -66,7 +68,7 @@ class View(NamedTuple):
         """One dimension as several. `ValueError` unless their product is its size."""
         if prod(sizes) != self.shape[dim]:
             raise ValueError(f"{tuple(sizes)} do not make up the {self.shape[dim]} of dimension {dim}")
-        steps = [step * self.strides[dim] for step in contiguous_strides(sizes)]
+        steps = [step * self.strides[dim] for step in contiguous_strides(tuple(sizes))]
         shape = (*self.shape[:dim], *sizes, *self.shape[dim + 1 :])
         return View(self.offset, shape, (*self.strides[:dim], *steps, *self.strides[dim + 1 :]))
 
@@ -110,7 +112,7 @@ def spread(source: View, destination: View, shape: Sequence[int]) -> tuple[list[
     ValueError
         A dimension does not follow the tensor's dimensions even when split.
     """
-    plain = contiguous_strides(shape)
+    plain = contiguous_strides(tuple(shape))
     start = [destination.offset // step % size if size else 0 for step, size in zip(plain, shape, strict=True)]
     axes: list[Axis] = []
     for size, source_stride, stride in zip(destination.shape, source.strides, destination.strides, strict=True):
@@ -157,6 +159,27 @@ def carried(source: View, destination: View, outer: View) -> tuple[View, View]:
     )
 
 
+def laid_out(source: View, destination: View, shape: Sequence[int], other: View) -> tuple[View, View]:
+    """A pairing whose destination lies in a row-major tensor of `shape`, with another view of that shape in its place.
+
+    Unlike `carried`, it always splits along the dimensions, so that several such pairings of one destination have the
+    same shape; `other` may have strides of 0. `ValueError` as for `spread`.
+    """
+    axes, start = spread(source, destination, shape)
+    sizes = tuple(axis.size for axis in axes)
+    offset = other.offset + sum(index * stride for index, stride in zip(start, other.strides, strict=True))
+    return (
+        View(source.offset, sizes, tuple(axis.source_stride for axis in axes)),
+        View(offset, sizes, tuple(axis.step * other.strides[axis.dim] for axis in axes)),
+    )
+
+
+def ordered(source: View, destination: View) -> tuple[View, View]:
+    """The same pairing with source strides descending, as `restricted` needs them, and no dimensions merged."""
+    order = sorted(range(len(source.shape)), key=lambda dim: -source.strides[dim])
+    return source.permute(order), destination.permute(order)
+
+
 def coalesced(source: View, destination: View) -> tuple[View, View]:
     """The same pairing of items with as few dimensions as possible, source strides descending."""
     dims = [
@@ -185,8 +208,9 @@ def coalesced(source: View, destination: View) -> tuple[View, View]:
 def restricted(source: View, destination: View, low: int, high: int) -> Iterator[tuple[View, View]]:
     """The parts of a pairing whose source items lie in [low, high), as few pairs of views as that takes.
 
-    The views must come from `coalesced`. Each dimension is cut to the indices that lie inside whole, and the at most
-    two that lie across an edge are cut in the next dimension, so a pairing of d dimensions gives at most 2d + 1 parts.
+    The views must come from `coalesced` or `ordered`. Each dimension is cut to the indices that lie inside whole, and
+    the at most two that lie across an edge are cut in the next dimension, so a pairing of d dimensions gives at most
+    2d + 1 parts.
     """
     if not source.shape:
         if low <= source.offset < high:

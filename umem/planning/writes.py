@@ -8,7 +8,7 @@ from typing import NamedTuple
 from umem.checkpoint.entries import Entry
 from umem.planning.views import View
 
-__all__ = ["Adaptation", "Conversion", "Group", "Route", "Write"]
+__all__ = ["Adaptation", "Conversion", "Factor", "Group", "Route", "Write"]
 
 
 class Route(StrEnum):
@@ -19,16 +19,24 @@ class Route(StrEnum):
     MATERIALIZED = "materialized"
 
 
+class Factor(NamedTuple):
+    """A stored tensor that multiplies what is written; `view` has the target's shape, and strides of 0 to repeat."""
+
+    entry: Entry
+    view: View
+
+
 class Write(NamedTuple):
     """A view of a stored tensor fills a view of a target; both have the same shape, in items.
 
-    A cast is implied where the stored dtype is not the target's.
+    A cast is implied where the stored dtype is not the target's; a factor multiplies after it.
     """
 
     entry: Entry
     source: View
     target: str
     destination: View
+    factor: Factor | None = None
 
 
 class Conversion(NamedTuple):

@@ -31,8 +31,18 @@ class BlockStrategy(Protocol):
 
     route: Route
 
-    def deliver(self, staged: torch.Tensor, source: View, destination: Destination, view: View) -> None:
-        """Fill `view`, placed in `destination`, from `source`, a view of `staged`: a flat run of stored items."""
+    def deliver(
+        self,
+        staged: torch.Tensor,
+        source: View,
+        destination: Destination,
+        view: View,
+        factor: torch.Tensor | None = None,
+    ) -> None:
+        """Fill `view`, placed in `destination`, from `source`, a view of `staged`: a flat run of stored items.
+
+        `factor`, of the same shape, multiplies what is written.
+        """
 
 
 class GroupStrategy(Protocol):

@@ -16,7 +16,16 @@ class DirectStrategy:
 
     route = Route.DIRECT
 
-    def deliver(self, staged: torch.Tensor, source: View, destination: Destination, view: View) -> None:
-        """Copy a view of `staged` to a view of `destination`."""
+    def deliver(
+        self,
+        staged: torch.Tensor,
+        source: View,
+        destination: Destination,
+        view: View,
+        factor: torch.Tensor | None = None,
+    ) -> None:
+        """Copy a view of `staged` to a view of `destination`. `ValueError` for a factor: that changes numbers."""
+        if factor is not None:
+            raise ValueError("the direct route moves bytes; it cannot multiply")
         items = staged.view(raw_dtype(staged.element_size()))
         destination.region(view, raw=True).copy_(items.as_strided(source.shape, source.strides, source.offset))

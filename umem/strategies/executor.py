@@ -23,8 +23,8 @@ from umem.checkpoint.pagecache import DropBehind, cached_bytes_of_files
 from umem.checkpoint.readers import Reader, ReadHandle
 from umem.planning.plan import LoadPlan
 from umem.planning.targets import Target
-from umem.planning.views import View, coalesced, restricted
-from umem.planning.writes import Group, Route, Write
+from umem.planning.views import View, coalesced, laid_out, ordered, restricted
+from umem.planning.writes import Factor, Group, Route, Write
 from umem.strategies.base import BlockStrategy, Converter, GroupStrategy
 from umem.strategies.blocks import GAP_BYTES, Block, Part, blocks_of
 from umem.strategies.registry import block_strategy, group_strategy, is_block_route
@@ -128,6 +128,7 @@ def execute(
     try:
         with torch.no_grad():
             run.place(live or {})
+            run.read_factors()
             run.pump(plan.groups, run.destinations, phase="read")
             run.convert()
     except BaseException:
@@ -146,6 +147,7 @@ class _Run:
         self.plan, self.execution, self.outcome = plan, execution, outcome
         self.window = Window(execution.window_bytes)
         self.destinations: dict[str, Destination] = {}
+        self.factors: dict[str, torch.Tensor] = {}
         self._started_s = time.perf_counter()
         self._read_bytes = 0
         self._lock = threading.Lock()
@@ -163,6 +165,13 @@ class _Run:
         for name, tensor in live.items():
             self.destinations[name] = destination_of(self.plan.targets[name], tensor)
         self.outcome.seconds["allocate"] = time.perf_counter() - started_s
+
+    def read_factors(self) -> None:
+        """Read the tensors by which others are multiplied; they stay until the end."""
+        writes = [write for group in self.plan.groups for write in group.writes]
+        entries = {write.factor.entry.name: write.factor.entry for write in writes if write.factor is not None}
+        whole = self._read_whole(tuple(entries.values()))
+        self.factors = {name: tensor.as_strided((tensor.numel(),), (1,)) for name, tensor in whole.items()}
 
     def convert(self) -> None:
         """Run the materialized groups, one at a time."""
@@ -190,7 +199,8 @@ class _Run:
             groups.append(
                 Group(entry.name, Route.DIRECT, "", (flat,), (entry.name,), (Write(flat, view, entry.name, view),))
             )
-        self.pump(groups, staging, phase="convert")
+        # A window of its own: the group holds what it needs already, and its reads must not wait for that.
+        self.pump(groups, staging, phase="convert", window=Window(self.execution.window_bytes))
         return {
             entry.name: staging[entry.name].tensor.as_strided(
                 entry.shape, View.whole(entry.shape, entry.strides).strides
@@ -198,17 +208,24 @@ class _Run:
             for entry in entries
         }
 
-    def pump(self, groups: Sequence[Group], destinations: Mapping[str, Destination], *, phase: str) -> None:
-        """Read every block of `groups` and deliver it."""
+    def pump(
+        self,
+        groups: Sequence[Group],
+        destinations: Mapping[str, Destination],
+        *,
+        phase: str,
+        window: Window | None = None,
+    ) -> None:
+        """Read every block of `groups` and deliver it, inside `window` (the run's, unless given)."""
         started_s = time.perf_counter()
+        window = window or self.window
         blocks = blocks_of(groups, self.execution.block_bytes)
         routes = {write.entry.name: group.route for group in groups for write in group.writes}
         with self._eviction(blocks) as evictions:
             feeder = _Feeder(blocks)
-            workers = [
-                _Worker(self, feeder, destinations, routes, evictions) for _ in range(self._workers(len(blocks)))
-            ]
-            self._wait_for(workers, feeder)
+            count = self._workers(len(blocks))
+            workers = [_Worker(self, window, feeder, destinations, routes, evictions) for _ in range(count)]
+            self._wait_for(workers, feeder, window)
         self.outcome.seconds[phase] = self.outcome.seconds.get(phase, 0.0) + time.perf_counter() - started_s
 
     def _workers(self, blocks: int) -> int:
@@ -221,7 +238,7 @@ class _Run:
         fills = any(reader.fills_page_cache for reader in self.execution.readers)
         return (2 if fills else 1) * self.execution.block_bytes
 
-    def _wait_for(self, workers: list[_Worker], feeder: _Feeder) -> None:
+    def _wait_for(self, workers: list[_Worker], feeder: _Feeder, window: Window) -> None:
         with ThreadPoolExecutor(len(workers), thread_name_prefix="umem-read") as pool:
             waiting: set[Future[None]] = {pool.submit(worker.run) for worker in workers}
             try:
@@ -232,7 +249,7 @@ class _Run:
                     self._report()
             except BaseException:
                 feeder.stop()
-                self.window.close()
+                window.close()
                 raise
 
     def _report(self) -> None:
@@ -291,12 +308,13 @@ class _Worker:
     def __init__(
         self,
         run: _Run,
+        window: Window,
         feeder: _Feeder,
         destinations: Mapping[str, Destination],
         routes: Mapping[str, Route],
         evictions: Mapping[int, DropBehind],
     ) -> None:
-        self._run, self._feeder = run, feeder
+        self._run, self._window, self._feeder = run, window, feeder
         self._destinations, self._routes, self._evictions = destinations, routes, evictions
         self._checkpoint: Checkpoint = run.plan.checkpoint
         self._staging: mmap.mmap | None = None
@@ -309,7 +327,7 @@ class _Worker:
         with contextlib.ExitStack() as files, torch.no_grad():
             while (block := self._feeder.next()) is not None:
                 try:
-                    with self._run.window.holding(min(self._run.block_cost, self._run.window.cap_bytes)):
+                    with self._window.holding(min(self._run.block_cost, self._window.cap_bytes)):
                         self._do(block, files)
                 except WindowClosedError:
                     return
@@ -320,7 +338,7 @@ class _Worker:
     def _do(self, block: Block, files: contextlib.ExitStack) -> None:
         handle = self._opened(block.shard, files)
         for part in block.parts:
-            self._run.outcome.touched.update(write.target for write in part.writes)
+            self._run.outcome.touched.update(self._destination(write).target.name for write in part.writes)
         started_s = time.perf_counter()
         borrowed = handle.borrow(block.start, block.end - block.start)
         if borrowed is None:
@@ -403,6 +421,25 @@ class _Worker:
         items = torch.frombuffer(staged, dtype=torch_dtype(entry.dtype))
         for write in part.writes:
             destination = self._destination(write)
+            if write.factor is not None:
+                self._deliver_scaled(strategy, items, write, write.factor, low, high)
+                continue
             pairing = coalesced(*destination.placed(write.source, write.destination))
             for source, view in restricted(*pairing, low, high):
                 strategy.deliver(items, source._replace(offset=source.offset - low), destination, view)
+
+    def _deliver_scaled(
+        self, strategy: BlockStrategy, items: torch.Tensor, write: Write, factor: Factor, low: int, high: int
+    ) -> None:
+        """Deliver the items [low, high) of a write that is multiplied; its three views are cut alike."""
+        destination = self._destination(write)
+        shape = destination.target.shape
+        numbers = self._run.factors[factor.entry.name]
+        placed, multiplied = (
+            ordered(*laid_out(write.source, write.destination, shape, other))
+            for other in (destination.storage_view, factor.view)
+        )
+        cuts = zip(restricted(*placed, low, high), restricted(*multiplied, low, high), strict=True)
+        for (source, view), (_, by) in cuts:
+            strided = numbers.as_strided(by.shape, by.strides, by.offset)
+            strategy.deliver(items, source._replace(offset=source.offset - low), destination, view, strided)

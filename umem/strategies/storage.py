@@ -59,11 +59,16 @@ class Destination(NamedTuple):
     tensor: torch.Tensor
     memory: memoryview | None
 
-    def placed(self, source: View, view: View) -> tuple[View, View]:
-        """A pairing with `view`, of the target in row-major order, carried over to how the storage lies in memory."""
+    @property
+    def storage_view(self) -> View:
+        """Where the target's elements lie, in its shape."""
         shape = tuple(self.tensor.shape)
         strides = contiguous_strides(shape) if self.tensor.is_contiguous() else self.tensor.stride()
-        return carried(source, view, View(int(self.tensor.storage_offset()), shape, strides))
+        return View(int(self.tensor.storage_offset()), shape, strides)
+
+    def placed(self, source: View, view: View) -> tuple[View, View]:
+        """A pairing with `view`, of the target in row-major order, carried over to how the storage lies in memory."""
+        return carried(source, view, self.storage_view)
 
     def region(self, view: View, *, raw: bool) -> torch.Tensor:
         """The items of the storage that a placed view describes; `raw` gives them without meaning, to move bytes."""

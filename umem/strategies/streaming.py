@@ -1,4 +1,4 @@
-"""The streaming route: numbers change on the way, piece by piece inside the window. So far: casts between dtypes."""
+"""The streaming route: numbers change on the way, piece by piece inside the window: casts, and a factor after them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,20 @@ __all__ = ["StreamingStrategy"]
 
 
 class StreamingStrategy:
-    """Casts as torch casts: `copy_` rounds exactly as `Tensor.to` does."""
+    """Casts as torch does (`copy_` rounds exactly as `Tensor.to`), and multiplies as torch does, in the final dtype."""
 
     route = Route.STREAMING
 
-    def deliver(self, staged: torch.Tensor, source: View, destination: Destination, view: View) -> None:
-        """Cast a view of `staged` into a view of `destination`."""
-        destination.region(view, raw=False).copy_(staged.as_strided(source.shape, source.strides, source.offset))
+    def deliver(
+        self,
+        staged: torch.Tensor,
+        source: View,
+        destination: Destination,
+        view: View,
+        factor: torch.Tensor | None = None,
+    ) -> None:
+        """Cast a view of `staged` into a view of `destination`, and multiply it there by `factor`."""
+        region = destination.region(view, raw=False)
+        region.copy_(staged.as_strided(source.shape, source.strides, source.offset))
+        if factor is not None:
+            region.mul_(factor.to(region.device, region.dtype))

@@ -243,3 +243,77 @@ def test_a_base_architecture_is_loaded_as_such(tmp_path: Path) -> None:
     config = transformers.BertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=48)
     transformers.BertModel(config).save_pretrained(tmp_path)
     assert type(umem.load(tmp_path, device="cpu")) is transformers.BertModel
+
+
+def test_the_librarys_loading_info(tmp_path: Path) -> None:
+    save_family(tmp_path, "llama")
+    rewrite(tmp_path, **{"lm_head.weight": None, "extra.weight": torch.ones(2)})
+    settings: dict[str, Any] = {"output_loading_info": True}
+    ours = umem.load(tmp_path, device="cpu", allow_missing=["lm_head.*"], allow_unexpected=["extra.*"], **settings)
+    assert ours[1] == AutoModelForCausalLM.from_pretrained(tmp_path, **settings)[1]  # type: ignore[index]
+
+
+def test_concrete_and_auto_classes(tmp_path: Path) -> None:
+    save_family(tmp_path, "qwen3")
+    for model_class in (transformers.Qwen3ForCausalLM, AutoModelForCausalLM):
+        ours = umem.load(tmp_path, device="cpu", model_class=model_class)
+        assert_same_model(ours, model_class.from_pretrained(tmp_path))
+
+
+REMOTE_MODEL = """
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+
+class TinyConfig(PretrainedConfig):
+    model_type = "tiny-remote"
+    size = 6
+
+
+class TinyModel(PreTrainedModel):
+    config_class = TinyConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.layer = nn.Linear(config.size, config.size)
+        self.post_init()
+
+    def forward(self, x):
+        return self.layer(x)
+"""
+
+
+def test_remote_code_runs_only_when_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    directory = tmp_path / "remote"
+    directory.mkdir()
+    (directory / "modeling_tiny.py").write_text(REMOTE_MODEL + f"\nopen({str(tmp_path / 'ran')!r}, 'w').close()\n")
+    auto_map = {"AutoConfig": "modeling_tiny.TinyConfig", "AutoModel": "modeling_tiny.TinyModel"}
+    config = {"model_type": "tiny-remote", "architectures": ["TinyModel"], "auto_map": auto_map, "dtype": "float32"}
+    (directory / "config.json").write_text(json.dumps(config))
+    tensors = {"layer.weight": torch.randn(6, 6), "layer.bias": torch.randn(6)}
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        umem.load(directory, device="cpu")
+    assert not (tmp_path / "ran").exists()
+    model = umem.load(directory, device="cpu", trust_remote_code=True)
+    assert type(model).__name__ == "TinyModel"
+    assert same_bytes(model.layer.weight, tensors["layer.weight"])  # type: ignore[arg-type, union-attr]
+
+
+def test_layers_of_a_predictor_that_the_model_does_not_have(tmp_path: Path) -> None:
+    save_family(tmp_path, "deepseek_v3")
+    rewrite(tmp_path, **{"model.layers.61.eh_proj.weight": torch.ones(4, 4)})
+    ours, report = umem.load(tmp_path, device="cpu", return_report=True)
+    assert_same_model(ours, AutoModelForCausalLM.from_pretrained(tmp_path))
+    assert report.plan.ignored == ("model.layers.61.eh_proj.weight",)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_plans_of_large_models_follow_one_layer(tmp_path: Path, seed: int) -> None:
+    """What is compiled once for a kind of layer serves the others: the dense first layer and the rest differ."""
+    save_family(tmp_path, "deepseek_v3", seed=seed)
+    ours, report = umem.load(tmp_path, device="cpu", return_report=True)
+    assert_same_model(ours, AutoModelForCausalLM.from_pretrained(tmp_path))
+    names = {target for group in report.plan.groups for target in group.targets}
+    assert names == {name for name in ours.state_dict() if name not in report.plan.left_to_owner}

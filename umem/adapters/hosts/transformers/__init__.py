@@ -10,10 +10,10 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from umem.api import LoadSession
 from umem.checkpoint import Checkpoint
 from umem.errors import CheckpointNotFoundError, MissingDependencyError, UnsupportedError
 from umem.planning import LoadPlan
+from umem.session import LoadSession
 
 try:
     import transformers

@@ -9,11 +9,12 @@ import torch
 from transformers import core_model_loading as library
 from transformers.utils.loading_report import LoadStateDictInfo
 
-from umem.adapters.hosts.transformers.mapping import CompiledMapping, Slot, compile_mapping
-from umem.api import LoadSession
+from umem.adapters.hosts.transformers.converters import Slot
+from umem.adapters.hosts.transformers.mapping import CompiledMapping, compile_mapping
 from umem.checkpoint import Checkpoint, Entry
 from umem.errors import IncompleteConversionError, KeyMismatchError, ShapeMismatch
 from umem.planning import LoadPlan, make_plan
+from umem.session import LoadSession
 
 __all__ = ["TransformersLoad"]
 
@@ -34,7 +35,7 @@ class TransformersLoad:
 
     def plan(self, model: Any, load_config: Any) -> LoadPlan:
         """The plan for `model`, which is on the meta device."""
-        with self._session.phase("plan"):
+        with self._session.planning():
             self._compiled = compile_mapping(model, self._checkpoint, load_config)
             return make_plan(
                 self._checkpoint,

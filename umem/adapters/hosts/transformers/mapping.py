@@ -1,15 +1,15 @@
 """Compiles transformers' declarations of how checkpoint names and layouts map to parameters into the writes of a plan.
 
-Renaming is done by the library's own functions, so order, scopes and prefixes are theirs. A converter's operations are
-run on traced tensors (`adapters.tracing`): moves of elements come out as views of the final parameter. A converter that
-does anything else, or any quantizer's operation, stays the library's: a conversion that its own code runs on one group.
+Renaming is done by the library's own functions (`renaming`), so order, scopes and prefixes are theirs; its converters
+are compiled to views (`converters`). A converter that does more than move elements, or any quantizer's operation, stays
+the library's: a conversion that its own code runs on one group.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from copy import deepcopy
-from dataclasses import dataclass, field
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,57 +18,16 @@ from transformers.integrations.accelerate import get_device
 from transformers.utils.loading_report import LoadStateDictInfo
 
 from umem._types import DType
-from umem.adapters.layout import NotALayoutError, stored
-from umem.adapters.tracing import TracedTensor
+from umem.adapters.hosts.transformers.converters import ConversionMismatchError, ConverterCompiler, Slot
+from umem.adapters.hosts.transformers.renaming import Renamer, in_library_order
+from umem.adapters.layout import Layout, NotALayoutError, stored
 from umem.checkpoint.entries import Checkpoint, Entry
 from umem.errors import UnsupportedError
 from umem.planning.targets import Targets, targets_of_module
 from umem.planning.writes import Adaptation, Conversion
 from umem.strategies.storage import torch_dtype
 
-__all__ = ["CompiledMapping", "Slot", "compile_mapping"]
-
-
-@dataclass(slots=True)
-class Slot:
-    """All that fills one parameter (or, for converters with several results, the parameters that start with it).
-
-    Attributes
-    ----------
-    name
-        The parameter's name in the model.
-    transform
-        The library's converter or renaming, as declared; not used up by compiling.
-    sources
-        Source pattern -> stored tensors in the library's order, each with the dtype that it is cast to first (None: as
-        stored).
-    quantization
-        The quantizer's operation on the result, if any.
-    """
-
-    name: str
-    transform: Any
-    sources: dict[str, list[tuple[Entry, torch.dtype | None]]] = field(default_factory=dict)
-    quantization: Any = None
-
-    @property
-    def is_converter(self) -> bool:
-        """Whether operations run on the tensors."""
-        return isinstance(self.transform, library.WeightConverter)
-
-    @property
-    def entries(self) -> tuple[Entry, ...]:
-        """Every stored tensor, in the library's order."""
-        return tuple(entry for sources in self.sources.values() for entry, _ in sources)
-
-    def filled_transform(self, tensor_of: Callable[[Entry, torch.dtype | None], torch.Tensor]) -> Any:
-        """A fresh copy of the transform that holds a tensor for each source, ready to convert."""
-        transform = deepcopy(self.transform)
-        transform.quantization_operation = self.quantization
-        for pattern, sources in self.sources.items():
-            for entry, dtype in sources:
-                transform.add_tensor(self.name, entry.name, pattern, tensor_of(entry, dtype))
-        return transform
+__all__ = ["CompiledMapping", "compile_mapping"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +67,7 @@ class _Compiler:
         self.materialized: dict[str, Slot] = {}
         self.unexpected: dict[str, str] = {}
         self.ties: dict[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
+        self._converters = ConverterCompiler(model, self.parameters)
 
     def compile(self) -> CompiledMapping:
         slots = self._slots()
@@ -129,35 +89,24 @@ class _Compiler:
         renamings = [entry for entry in mapping if isinstance(entry, library.WeightRenaming)]
         converters = [entry for entry in mapping if isinstance(entry, library.WeightConverter)]
         by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+        rename = Renamer(self.model, self.parameters, renamings, converters)
         dtype_of = self._dtype_rule()
         slots: dict[str, Slot] = {}
-        for original in sorted(self.checkpoint.entries, key=library.dot_natural_key):
+        for original in in_library_order(list(self.checkpoint.entries)):
             entry = self.checkpoint.entries[original]
-            name, pattern = self._renamed(original, renamings, converters)
+            name, pattern = rename(original)
             if name not in self.parameters:
                 self.unexpected[original] = name
                 continue
-            if pattern is None:
-                slot = slots.setdefault(name, Slot(name, library.WeightRenaming(original, name)))
-            else:
-                slot = slots.setdefault(name, Slot(name, by_pattern[pattern]))
+            slot = slots.get(name)
+            if slot is None:
+                slot = slots[name] = Slot(name, None if pattern is None else by_pattern[pattern])
             if slot.is_converter is (pattern is None) or (pattern is None and slot.sources):
                 self.unexpected[original] = name  # the library takes the first and drops the others
                 continue
             dtype = dtype_of(slot, entry)
             slot.sources.setdefault(pattern or original, []).append((entry, dtype))
         return slots
-
-    def _renamed(self, original: str, renamings: list[Any], converters: list[Any]) -> tuple[str, str | None]:
-        prefix = self.model.base_model_prefix
-        renamed: tuple[str, str | None] = library.rename_source_key(
-            original, renamings, converters, prefix, self.parameters
-        )
-        if renamed[0] not in self.parameters and original in self.parameters:
-            renamed = library.rename_source_key(
-                original, [], [], base_model_prefix=prefix, meta_state_dict=self.parameters
-            )
-        return renamed
 
     def _take_out_tied_doubles(self, slots: dict[str, Slot]) -> set[str]:
         """Stored names of tied tensors that lie in the very bytes of the tensor that they are tied to.
@@ -211,7 +160,7 @@ class _Compiler:
             elif parameter.dtype != dtype and not quantized_now:
                 dtype = parameter.dtype
             if quantizer and quantizer.pre_quantized:
-                example = torch.empty(0, dtype=torch_dtype(entry.dtype))
+                example = _example(entry.dtype)
                 return quantizer.get_new_dtype(slot.transform, example, dtype)  # type: ignore[no-any-return]
             return dtype  # type: ignore[no-any-return]
 
@@ -236,7 +185,12 @@ class _Compiler:
             self._add_conversion(slot, str(error))
 
     def _add_writes(self, slot: Slot) -> None:
-        results = list(self._traced(slot)) if slot.is_converter else [self._as_stored(slot)]
+        try:
+            results = self._converters.compiled(slot) if slot.is_converter else [self._as_stored(slot)]
+        except ConversionMismatchError as error:
+            expected = str(list(self.parameters[slot.name].shape))
+            self.adaptation.mismatched.append((slot.name, f"parts that do not convert ({error})", expected))
+            return
         for name, layout, dtype in results:
             parameter = self.parameters.get(name)
             if parameter is None:
@@ -248,28 +202,9 @@ class _Compiler:
             self.dtypes[name] = dtype
             self.adaptation.writes.extend(layout.writes(name))
 
-    def _as_stored(self, slot: Slot) -> tuple[str, Any, DType]:
+    def _as_stored(self, slot: Slot) -> tuple[str, Layout, DType]:
         ((entry, dtype),) = next(iter(slot.sources.values()))
         return slot.name, stored(entry), entry.dtype if dtype is None else DType.from_torch(dtype)
-
-    def _traced(self, slot: Slot) -> Iterator[tuple[str, Any, DType]]:
-        """What the converter gives, by parameter name, as layouts."""
-        transform = slot.filled_transform(
-            lambda entry, dtype: TracedTensor(stored(entry), dtype or torch_dtype(entry.dtype))
-        )
-        try:
-            results = transform.convert(slot.name, model=self.model, config=self.model.config)
-        except (ValueError, IndexError) as error:
-            expected = str(list(self.parameters[slot.name].shape))
-            self.adaptation.mismatched.append((slot.name, f"parts that do not convert ({error})", expected))
-            return
-        except (TypeError, AttributeError, RuntimeError) as error:
-            raise NotALayoutError(f"{type(error).__name__}: {error}") from error
-        for name, result in results.items():
-            tensor = result[0] if isinstance(result, list) else result
-            if not isinstance(tensor, TracedTensor):
-                raise NotALayoutError("it makes tensors of its own")
-            yield name, tensor.layout_of_elements, DType.from_torch(tensor.dtype)
 
     def _add_conversion(self, slot: Slot, why: str) -> None:
         steps = [type(op).__name__ for op in getattr(slot.transform, "operations", ())]
@@ -281,3 +216,9 @@ class _Compiler:
         label = " > ".join(steps) or "as stored"
         self.adaptation.conversions.append(Conversion(slot.name, slot.entries, known, f"{label}: {why}"))
         self.materialized[slot.name] = slot
+
+
+@functools.cache
+def _example(dtype: DType) -> torch.Tensor:
+    """An empty tensor of that dtype, for the questions that a quantizer asks of a stored tensor."""
+    return torch.empty(0, dtype=torch_dtype(dtype))
