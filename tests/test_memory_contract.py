@@ -7,8 +7,8 @@ import os
 from pathlib import Path
 
 import pytest
+from sample_checkpoint import write_sample
 
-from scripts.sample_checkpoint import write_sample
 from tests.limits import MemoryGroup, memory_group
 from umem.checkpoint import open_checkpoint
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -116,16 +117,37 @@ def test_an_error_of_the_drive(reader: Reader, shard: Shard, monkeypatch: pytest
     assert caught.value.path == shard.path
 
 
-@pytest.mark.parametrize("offset", [0, 1, 4095, 250_000])
-@pytest.mark.parametrize("count", [0, 1, 4097, 50_007])
-def test_bytes_that_are_lent(reader: Reader, shard: Shard, offset: int, count: int) -> None:
+@pytest.mark.parametrize("offset", [0, 8, 4095, 5000])
+@pytest.mark.parametrize("sizes", [[200_000], [40_000, 7, 60_000, 0, 50_001], [100, 90_000, 100, 90_000], [3] * 2000])
+@pytest.mark.parametrize("shift", [0, 1, 8])
+def test_memory_congruent_to_the_file_or_not(
+    reader: Reader, shard: Shard, offset: int, sizes: list[int], shift: int
+) -> None:
+    """Buffers one after the other in one memory, `shift` bytes off the places where no copy is needed."""
+    pages = mmap.mmap(-1, SIZE + 8192)
+    at = offset % reader.alignment(shard) + shift
+    buffers, start = [], at
+    for size in sizes:
+        buffers.append(memoryview(pages)[start : start + size])
+        start += size
     with reader.open(shard, BLOCK) as handle:
-        lent = handle.borrow(offset, count)
-        if lent is not None:
-            assert bytes(lent) == content(shard)[offset : offset + count]
-        if lent is not None:
-            with pytest.raises(TruncatedFileError):
-                handle.borrow(SIZE - 5, 6)
+        handle.fill(offset, buffers)
+    assert pages[at:start] == content(shard)[offset : offset + sum(sizes)]
+    assert not any(pages[:at])
+    assert not any(pages[start:])
+
+
+def test_congruent_memory_is_read_without_a_copy(shard: Shard, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader = READERS["odirect"]
+    if reader.why_not(shard):
+        pytest.skip(str(reader.why_not(shard)))
+    copied = []
+    monkeypatch.setattr("umem.checkpoint.readers.odirect.move_bytes", lambda into, _from: copied.append(into.nbytes))
+    alignment = reader.alignment(shard)
+    pages = mmap.mmap(-1, SIZE + alignment)
+    with reader.open(shard, SIZE) as handle:
+        handle.fill(100, [memoryview(pages)[100:200_100]])
+    assert sum(copied) < 2 * alignment
 
 
 def test_what_reads_past_the_page_cache_leaves_nothing_there(shard: Shard) -> None:

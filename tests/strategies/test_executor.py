@@ -51,6 +51,9 @@ class Failing:
     def open(self, shard: Shard, block_bytes: int) -> _FailingFile:
         return _FailingFile(shard, block_bytes, self)
 
+    def alignment(self, shard: Shard) -> int:
+        return 1
+
     def why_not(self, shard: Shard) -> None:
         return None
 
@@ -71,9 +74,6 @@ class _FailingFile:
         if offset >= self._reader.from_byte:
             raise self._reader.error
         self._handle.fill(offset, buffers)
-
-    def borrow(self, offset: int, count: int) -> None:
-        return None
 
     def close(self) -> None:
         self._handle.close()

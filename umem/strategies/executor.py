@@ -11,6 +11,7 @@ import contextlib
 import mmap
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
@@ -28,7 +29,7 @@ from umem.planning.writes import Factor, Group, Route, Write
 from umem.strategies.base import BlockStrategy, Converter, GroupStrategy
 from umem.strategies.blocks import GAP_BYTES, Block, Part, blocks_of
 from umem.strategies.registry import block_strategy, group_strategy, is_block_route
-from umem.strategies.storage import Destination, allocate, destination_of, huge_pages_pay, move_bytes, torch_dtype
+from umem.strategies.storage import Destination, allocate, destination_of, has_own_pages, huge_pages_pay, torch_dtype
 from umem.strategies.window import Window, WindowClosedError
 
 __all__ = ["Execution", "Outcome", "Progress", "execute"]
@@ -148,6 +149,8 @@ class _Run:
         self.window = Window(execution.window_bytes)
         self.destinations: dict[str, Destination] = {}
         self.factors: dict[str, torch.Tensor] = {}
+        shards = plan.checkpoint.shards
+        self.alignments = [reader.alignment(shard) for reader, shard in zip(execution.readers, shards, strict=False)]
         self._started_s = time.perf_counter()
         self._read_bytes = 0
         self._lock = threading.Lock()
@@ -158,13 +161,27 @@ class _Run:
         written = {self.plan.targets[name].name for group in self.plan.groups if group.writes for name in group.targets}
         fresh = [target for target in self.plan.filled if target.name in written and target.name not in live]
         self.outcome.huge_pages = huge_pages_pay(sum(target.nbytes for target in fresh if target.device == "cpu"))
+        residues = self._residues()
         for target in fresh:
-            self.destinations[target.name] = destination_of(
-                target, allocate(target, huge_pages=self.outcome.huge_pages)
-            )
+            tensor = allocate(target, huge_pages=self.outcome.huge_pages, residue=residues.get(target.name, 0))
+            self.destinations[target.name] = destination_of(target, tensor)
         for name, tensor in live.items():
             self.destinations[name] = destination_of(self.plan.targets[name], tensor)
         self.outcome.seconds["allocate"] = time.perf_counter() - started_s
+
+    def _residues(self) -> dict[str, int]:
+        """By target, where in a page its storage begins so that most of its bytes lie congruent to the file."""
+        votes: dict[str, Counter[int]] = {}
+        for group in self.plan.groups:
+            alignment = self.alignments[group.entries[0].shard]
+            if alignment == 1 or group.route is not Route.DIRECT:
+                continue
+            for write in group.writes:
+                target = self.plan.targets[write.target]
+                if has_own_pages(target) and write.destination.runs_row_major():
+                    start = write.entry.start - write.destination.offset * write.entry.dtype.itemsize
+                    votes.setdefault(target.name, Counter())[start % alignment] += write.entry.nbytes
+        return {name: counts.most_common(1)[0][0] for name, counts in votes.items()}
 
     def read_factors(self) -> None:
         """Read the tensors by which others are multiplied; they stay until the end."""
@@ -339,20 +356,12 @@ class _Worker:
         handle = self._opened(block.shard, files)
         for part in block.parts:
             self._run.outcome.touched.update(self._destination(write).target.name for write in part.writes)
+        buffers, staged = self._layout(block)
         started_s = time.perf_counter()
-        borrowed = handle.borrow(block.start, block.end - block.start)
-        if borrowed is None:
-            buffers, staged = self._layout(block)
-            handle.fill(block.start, buffers)
-        else:
-            staged = [(part, borrowed[part.start - block.start : part.end - block.start]) for part in block.parts]
+        handle.fill(block.start, buffers)
         read_s = time.perf_counter()
         for part, items in staged:
-            final = None if borrowed is None else self._final(part)
-            if final is None:
-                self._deliver(part, items)
-            else:
-                move_bytes(final, items)
+            self._deliver(part, items)
         done_s = time.perf_counter()
         if block.shard in self._evictions:
             self._evictions[block.shard].block_done(block.number)
@@ -378,8 +387,11 @@ class _Worker:
                 buffers.append(self._gap[: part.start - position])
             buffer = self._final(part)
             if buffer is None:
-                entry = part.writes[0].entry
-                used = -(-used // entry.dtype.itemsize) * entry.dtype.itemsize
+                alignment = self._run.alignments[block.shard]
+                if alignment > 1 and part.end - part.start >= alignment:
+                    used += (part.start - used) % alignment  # congruent, so that it is read without a copy
+                else:
+                    used += -used % part.writes[0].entry.dtype.itemsize
                 buffer = self._staged(used, part.end - part.start)
                 used += part.end - part.start
                 staged.append((part, buffer))

@@ -19,7 +19,7 @@ from umem.planning.targets import Target
 from umem.planning.views import View, carried, contiguous_strides
 from umem.probes.memory import free_in_blocks_of, is_virtual_machine
 
-__all__ = ["Destination", "allocate", "destination_of", "huge_pages_pay", "move_bytes", "raw_dtype", "torch_dtype"]
+__all__ = ["Destination", "allocate", "destination_of", "has_own_pages", "huge_pages_pay", "raw_dtype", "torch_dtype"]
 
 _OWN_PAGES_BYTES = 1 << 20
 _HUGE_PAGE_BYTES = 2 << 20
@@ -76,15 +76,27 @@ class Destination(NamedTuple):
         return base.as_strided(view.shape, view.strides, view.offset)
 
 
-def allocate(target: Target, *, huge_pages: bool | None) -> torch.Tensor:
+def allocate(target: Target, *, huge_pages: bool | None, residue: int = 0) -> torch.Tensor:
     """Uninitialised storage for `target` on its device.
 
-    `huge_pages` asks for them, or against them; None leaves it to the system.
+    Parameters
+    ----------
+    huge_pages
+        Asks for them, or against them; None leaves it to the system.
+    residue
+        Bytes by which the first element lies off the start of a page, where the storage has pages of its own: memory
+        that is congruent to its place in the file can be read into without a copy.
     """
     dtype = torch_dtype(target.dtype)
-    if target.device != "cpu" or target.nbytes < _OWN_PAGES_BYTES:
+    if not has_own_pages(target):
         return torch.empty(target.shape, dtype=dtype, device=target.device)
-    return torch.frombuffer(_pages(target.nbytes, huge=huge_pages), dtype=dtype).view(target.shape)
+    pages = _pages(target.nbytes + residue, huge=huge_pages)
+    return torch.frombuffer(pages, dtype=dtype, count=target.items, offset=residue).view(target.shape)
+
+
+def has_own_pages(target: Target) -> bool:
+    """Whether `allocate` gives the target pages of its own."""
+    return target.device == "cpu" and target.nbytes >= _OWN_PAGES_BYTES
 
 
 def destination_of(target: Target, tensor: torch.Tensor) -> Destination:
@@ -94,12 +106,6 @@ def destination_of(target: Target, tensor: torch.Tensor) -> Destination:
         return Destination(target, tensor, None)
     count = tensor.numel() * tensor.element_size()
     return Destination(target, tensor, memoryview((ctypes.c_char * count).from_address(tensor.data_ptr())).cast("B"))
-
-
-def move_bytes(destination: memoryview, source: memoryview) -> None:
-    """Copy bytes between buffers of one length, without holding the interpreter's lock."""
-    into, out_of = (ctypes.addressof(ctypes.c_char.from_buffer(view)) for view in (destination, source))
-    ctypes.memmove(into, out_of, destination.nbytes)
 
 
 def huge_pages_pay(total_bytes: int) -> bool | None:

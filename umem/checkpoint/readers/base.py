@@ -1,13 +1,14 @@
 """The contract of readers.
 
-A reader opens a shard for one thread. Its handle either fills given buffers with consecutive bytes of the file, or
-lends them from a buffer of its own, in both cases whole or not at all. What it does about short reads, interrupts,
-alignment and the end of the file is its own business; what its caller sees is full buffers or a typed error.
+A reader opens a shard for one thread; its handle fills given buffers with consecutive bytes of the file, whole or not
+at all. What it does about short reads, interrupts, alignment and the end of the file is its own business; what its
+caller sees is full buffers or a typed error.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 from collections.abc import Sequence
 from typing import Protocol
@@ -15,7 +16,10 @@ from typing import Protocol
 from umem.checkpoint.entries import Shard
 from umem.errors import ReadError, TruncatedFileError
 
-__all__ = ["ReadHandle", "Reader", "ended_early", "open_shard", "read_failed"]
+__all__ = ["ReadHandle", "Reader", "address_of", "ended_early", "move_bytes", "open_shard", "read_failed"]
+
+#: Below this, giving the lock back costs more than the copy.
+_LOCKED_BYTES = 16 * 1024
 
 
 class ReadHandle(Protocol):
@@ -30,12 +34,6 @@ class ReadHandle(Protocol):
             The file ends first.
         ReadError
             The system could not read.
-        """
-
-    def borrow(self, offset: int, count: int) -> memoryview | None:
-        """`count` bytes from `offset`, valid until the next call; None from a handle that has no buffer of its own.
-
-        Raises as `fill` does.
         """
 
     def close(self) -> None:
@@ -67,6 +65,9 @@ class Reader(Protocol):
             It cannot be opened.
         """
 
+    def alignment(self, shard: Shard) -> int:
+        """Memory whose address is congruent to the file offset, modulo this many bytes, is filled without a copy."""
+
     def why_not(self, shard: Shard) -> str | None:
         """Why it cannot read this shard, for people; None if it can."""
 
@@ -83,6 +84,19 @@ def open_shard(shard: Shard, flags: int = 0) -> int:
         os.close(descriptor)
         raise
     return descriptor
+
+
+def address_of(buffer: memoryview) -> int:
+    """The address of a writable buffer."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+
+
+def move_bytes(destination: memoryview, source: memoryview) -> None:
+    """Copy bytes between buffers of one length; large ones without holding the interpreter's lock."""
+    if destination.nbytes < _LOCKED_BYTES:
+        destination[:] = source
+    else:
+        ctypes.memmove(address_of(destination), address_of(source), destination.nbytes)
 
 
 def read_failed(path: str, offset: int, error: OSError) -> ReadError:

@@ -1,8 +1,9 @@
-"""O_DIRECT: past the page cache, by aligned spans into a small buffer, from which the bytes are moved on.
+"""O_DIRECT: past the page cache, straight into memory that lies congruent to the file, else through a small buffer.
 
-Filling the page cache costs more processor time than moving the bytes once more (2.3 s a GiB against 0.2 on the
-two-core test machine), and leaves the checkpoint in memory twice. Heads and tails that are not aligned are read over;
-the last span of a file may be short. Alignment is what the file system says (`statx`, Linux 6.1), else 4096.
+Filling the page cache costs more processor time than anything else in a cold load (2.3 s a GiB on the two-core test
+machine), and leaves the checkpoint in memory twice. One call reads a whole span: aligned insides of congruent buffers
+directly, and what lies between them, heads, tails and small or incongruent tensors, by way of the buffer. Alignment is
+what the file system says (`statx`, Linux 6.1), else 4096; the last span of a file may be short.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ import contextlib
 import ctypes
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from umem.checkpoint.entries import Shard
-from umem.checkpoint.readers.base import ended_early, open_shard, read_failed
+from umem.checkpoint.readers.base import address_of, ended_early, move_bytes, open_shard, read_failed
 from umem.errors import CheckpointError
 
 __all__ = ["ODirectReader"]
@@ -25,6 +27,10 @@ _STATX_DIOALIGN = 0x2000
 _AT_EMPTY_PATH = 0x1000
 _STATX_BYTES = 256
 _STATX_MASK_OFFSET, _MEMORY_ALIGN_OFFSET, _OFFSET_ALIGN_OFFSET = 0, 0x98, 0x9C
+_MOST_VECTORS = os.sysconf("SC_IOV_MAX") if hasattr(os, "preadv") else 1
+
+#: A piece that is read directly; for smaller ones a further vector costs more than a copy.
+_LEAST_DIRECT_BYTES = 16 * 1024
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -39,62 +45,141 @@ class ODirectReader:
         """The shard, opened; a read of more than `block_bytes` goes in several spans."""
         return contextlib.closing(_ODirectHandle(shard, block_bytes))
 
+    def alignment(self, shard: Shard) -> int:
+        """What the file system wants of addresses and offsets."""
+        with self.open(shard, _USUAL_ALIGNMENT) as handle:
+            return handle.alignment
+
     def why_not(self, shard: Shard) -> str | None:
         """Whether a read at the start of the file works: file systems refuse O_DIRECT at open or only then."""
         if not _FLAG:
             return "the system has no O_DIRECT"
         try:
             with self.open(shard, _USUAL_ALIGNMENT) as handle:
-                handle.borrow(0, min(1, shard.size_bytes))
+                handle.fill(0, [memoryview(bytearray(min(1, shard.size_bytes)))])
         except CheckpointError as error:
             cause = error.__cause__
             return f"the file system refuses O_DIRECT ({cause.strerror if isinstance(cause, OSError) else error})"
         return None
 
 
+class _Bounced(NamedTuple):
+    """File range [start, end), read into the handle's buffer at `place`."""
+
+    start: int
+    end: int
+    place: int
+
+
 class _ODirectHandle:
     def __init__(self, shard: Shard, block_bytes: int) -> None:
         self._path = shard.path
         self._descriptor = open_shard(shard, _FLAG)
-        self._alignment = _alignment(self._descriptor)
-        self._span = -(-block_bytes // self._alignment) * self._alignment
-        self._buffer = mmap.mmap(-1, self._span + self._alignment, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self.alignment = _alignment(self._descriptor)
+        self._span = self._up(block_bytes)
+        self._buffer = mmap.mmap(-1, self._span + 2 * self.alignment, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._view = memoryview(self._buffer)
 
-    def borrow(self, offset: int, count: int) -> memoryview | None:
-        skipped = offset % self._alignment
-        if skipped + count > len(self._view):
-            return None
-        start, filled, needed = offset - skipped, 0, skipped + count
-        length = -(-needed // self._alignment) * self._alignment
-        while filled < needed:
-            done = filled // self._alignment * self._alignment
-            got = self._read(start + done, self._view[done:length])
-            if done + got <= filled:
-                raise ended_early(self._path, start + filled)
-            filled = done + got
-        return self._view[skipped:needed]
-
     def fill(self, offset: int, buffers: Sequence[memoryview]) -> None:
-        for buffer in buffers:
-            for position in range(0, buffer.nbytes, self._span):
-                part = buffer[position : position + self._span]
-                borrowed = self.borrow(offset, part.nbytes)
-                if borrowed is not None:
-                    part[:] = borrowed
-                offset += part.nbytes
+        for start, parts in _spans(offset, buffers, self._span):
+            vectors, bounced = self._vectors(start, parts)
+            self._read(self._down(start), vectors, start + sum(part.nbytes for part in parts))
+            self._scatter(start, parts, bounced)
 
-    def _read(self, offset: int, buffer: memoryview) -> int:
-        try:
-            return os.preadv(self._descriptor, [buffer], offset)
-        except OSError as error:
-            raise read_failed(self._path, offset, error) from error
+    def _up(self, position: int) -> int:
+        return -(-position // self.alignment) * self.alignment
+
+    def _down(self, position: int) -> int:
+        return position // self.alignment * self.alignment
+
+    def _vectors(self, offset: int, buffers: Sequence[memoryview]) -> tuple[list[memoryview], list[_Bounced]]:
+        """Aligned memory for the aligned range around the buffers, in file order, and what of it is bounced."""
+        vectors: list[memoryview] = []
+        bounced: list[_Bounced] = []
+        used, covered, start = 0, self._down(offset), offset
+
+        def bounce(up_to: int) -> None:
+            nonlocal used
+            if up_to > covered:
+                vectors.append(self._view[used : used + up_to - covered])
+                bounced.append(_Bounced(covered, up_to, used))
+                used += up_to - covered
+
+        for buffer in buffers:
+            end = start + buffer.nbytes
+            first, last = self._up(start), self._down(end)
+            if last - first >= _LEAST_DIRECT_BYTES and (address_of(buffer) + first - start) % self.alignment == 0:
+                bounce(first)
+                vectors.append(buffer[first - start : last - start])
+                covered = last
+            start = end
+        bounce(self._up(start))
+        return vectors, bounced
+
+    def _read(self, offset: int, vectors: list[memoryview], needed: int) -> None:
+        """Fill aligned vectors from the aligned `offset`; the file may end within the last, but not before `needed`."""
+        while vectors and offset < needed:
+            try:
+                count = os.preadv(self._descriptor, vectors[:_MOST_VECTORS], offset)
+            except OSError as error:
+                raise read_failed(self._path, offset, error) from error
+            if offset + count >= needed:
+                return
+            count = self._down(count)
+            if count == 0:
+                raise ended_early(self._path, offset)
+            offset += count
+            vectors = _after(vectors, count)
+
+    def _scatter(self, offset: int, buffers: Sequence[memoryview], bounced: Sequence[_Bounced]) -> None:
+        """Copy what was bounced to the buffers that it belongs to; both are in file order."""
+        waiting = iter(bounced)
+        chunk = next(waiting, None)
+        start = offset
+        for buffer in buffers:
+            end = start + buffer.nbytes
+            while chunk is not None and chunk.start < end:
+                low, high = max(start, chunk.start), min(end, chunk.end)
+                if low < high:
+                    place = chunk.place + low - chunk.start
+                    move_bytes(buffer[low - start : high - start], self._view[place : place + high - low])
+                if chunk.end > end:
+                    break
+                chunk = next(waiting, None)
+            start = end
 
     def close(self) -> None:
         os.close(self._descriptor)
         self._view.release()
-        with contextlib.suppress(BufferError):  # a caller still holds what it borrowed; it goes with that
+        with contextlib.suppress(BufferError):  # a traceback may still hold a slice; it goes with that
             self._buffer.close()
+
+
+def _spans(offset: int, buffers: Sequence[memoryview], span: int) -> Iterator[tuple[int, list[memoryview]]]:
+    """The buffers, cut so that each group has at most `span` bytes; with each group's place in the file."""
+    group: list[memoryview] = []
+    start, room = offset, span
+    for buffer in buffers:
+        position = 0
+        while position < buffer.nbytes:
+            part = buffer[position : position + room]
+            group.append(part)
+            position += part.nbytes
+            room -= part.nbytes
+            if room == 0:
+                yield start, group
+                start, room, group = start + span, span, []
+    if group:
+        yield start, group
+
+
+def _after(vectors: list[memoryview], count: int) -> list[memoryview]:
+    """What of `vectors` lies after the first `count` bytes."""
+    for position, vector in enumerate(vectors):
+        if count < vector.nbytes:
+            return [vector[count:], *vectors[position + 1 :]]
+        count -= vector.nbytes
+    return []
 
 
 def _alignment(descriptor: int) -> int:
