@@ -317,3 +317,20 @@ def test_plans_of_large_models_follow_one_layer(tmp_path: Path, seed: int) -> No
     assert_same_model(ours, AutoModelForCausalLM.from_pretrained(tmp_path))
     names = {target for group in report.plan.groups for target in group.targets}
     assert names == {name for name in ours.state_dict() if name not in report.plan.left_to_owner}
+
+
+def test_an_orientation_that_only_shapes_could_tell_is_remarked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers.core_model_loading import Transpose, WeightConverter
+
+    def by_shape(*_args: Any, **_kwargs: Any) -> list[Any]:
+        names = [f"self_attn.{name}_proj.weight" for name in "qk"]
+        return [WeightConverter(name, name, operations=[Transpose(0, 1, check_dims=True)]) for name in names]
+
+    save_family(tmp_path, "llama")
+    monkeypatch.setattr(modeling_utils, "get_model_conversion_mapping", by_shape)
+    plan = umem.plan(tmp_path, device="cpu")
+    assert [target for target, _ in plan.remarks] == [f"model.layers.{i}.self_attn.q_proj.weight" for i in range(2)]
+    assert plan.to_json()["remarks"][0]["remark"].startswith("square")
+    assert_same_model(umem.load(tmp_path, device="cpu"), AutoModelForCausalLM.from_pretrained(tmp_path))
