@@ -58,7 +58,13 @@ def load_model(
     """The model of the checkpoint, loaded. `model_class` is a model or Auto class; None takes what the config names."""
     checkpoint = _opened(session, path_or_id, settings)
     job = TransformersLoad(session, checkpoint, allow_missing, allow_unexpected)
-    return _from_pretrained(session, path_or_id, checkpoint, job.run, dtype, model_class, settings)
+    model = _from_pretrained(session, path_or_id, checkpoint, job.run, dtype, model_class, settings)
+    if not job.finished:
+        raise UnsupportedError(
+            f"{path_or_id}: the library loaded weights from elsewhere, so umem did not; is this an adapter?"
+            " Load its base model, then umem.load_adapter"
+        )
+    return model
 
 
 def plan_model(
