@@ -60,10 +60,7 @@ def load_model(
     job = TransformersLoad(session, checkpoint, allow_missing, allow_unexpected)
     model = _from_pretrained(session, path_or_id, checkpoint, job.run, dtype, model_class, settings)
     if not job.finished:
-        raise UnsupportedError(
-            f"{path_or_id}: the library loaded weights from elsewhere, so umem did not; is this an adapter?"
-            " Load its base model, then umem.load_adapter"
-        )
+        raise UnsupportedError(f"{path_or_id}: the library did not come to load these weights, but others")
     return model
 
 
@@ -96,7 +93,10 @@ def _opened(session: LoadSession, path_or_id: str, settings: Mapping[str, Any]) 
     if subfolder and not os.path.isdir(path_or_id):
         raise UnsupportedError("subfolder is for local directories; download the snapshot and give its path")
     path = os.path.join(path_or_id, subfolder) if subfolder else path_or_id
-    return session.open(path, revision=settings.get("revision"))
+    checkpoint = session.open(path, revision=settings.get("revision"))
+    if all(os.path.basename(shard.path).startswith("adapter_model") for shard in checkpoint.shards):
+        raise UnsupportedError(f"{path}: this is an adapter; load its base model, then umem.load_adapter(model, path)")
+    return checkpoint
 
 
 def _from_pretrained(
