@@ -80,6 +80,8 @@ class LoadPlan:
         Stored tensors that are not read: unexpected ones that may be there, and doubles of tied tensors.
     forecast
         What it takes.
+    remarks
+        What people should know of single targets: (target, remark).
     """
 
     checkpoint: Checkpoint
@@ -88,6 +90,7 @@ class LoadPlan:
     left_to_owner: tuple[str, ...]
     ignored: tuple[str, ...]
     forecast: Forecast
+    remarks: tuple[tuple[str, str], ...] = ()
 
     @property
     def filled(self) -> list[Target]:
@@ -133,6 +136,7 @@ class LoadPlan:
             ],
             "left_to_owner": list(self.left_to_owner),
             "ignored": list(self.ignored),
+            "remarks": [{"target": target, "remark": remark} for target, remark in self.remarks],
             "groups": [
                 {
                     "name": group.name,
@@ -198,6 +202,7 @@ def make_plan(
         left_to_owner=tuple(absent),
         ignored=tuple(sorted({*adaptation.unexpected, *adaptation.ignored, *doubled})),
         forecast=_forecast(groups, targets, window_bytes, live),
+        remarks=adaptation.remarks,
     )
 
 

@@ -75,6 +75,8 @@ class Adaptation(NamedTuple):
         Targets that the model family allows a checkpoint to lack.
     ignored
         Stored names of tensors that the model family says to leave out.
+    remarks
+        What people should know of single targets: (target, remark).
     """
 
     writes: list[Write]
@@ -83,6 +85,7 @@ class Adaptation(NamedTuple):
     mismatched: list[tuple[str, str, str]]
     may_lack: frozenset[str] = frozenset()
     ignored: tuple[str, ...] = ()
+    remarks: tuple[tuple[str, str], ...] = ()
 
 
 class Group(NamedTuple):

@@ -32,6 +32,10 @@ def plan_table(plan: LoadPlan) -> RenderableType:
     sizes.add_row("peak", Text(format_bytes(forecast.peak_bytes), style="bold"))
     sizes.add_row("to read", format_bytes(forecast.read_bytes))
     parts: list[RenderableType] = [sizes, _routes(plan)]
+    remarks = dict.fromkeys(remark for _, remark in plan.remarks)
+    for remark in remarks:
+        concerned = tuple(target for target, said in plan.remarks if said == remark)
+        parts.append(_names(remark, concerned))
     if plan.left_to_owner:
         parts.append(_names("initialised, not stored", plan.left_to_owner))
     if plan.ignored:

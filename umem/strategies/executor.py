@@ -8,7 +8,6 @@ thread.
 from __future__ import annotations
 
 import contextlib
-import mmap
 import threading
 import time
 from collections import Counter
@@ -19,18 +18,19 @@ from typing import NamedTuple
 
 import torch
 
-from umem.checkpoint.entries import Checkpoint, Entry, Shard
+from umem.checkpoint.entries import Entry, Shard
 from umem.checkpoint.pagecache import DropBehind, cached_bytes_of_files
-from umem.checkpoint.readers import Reader, ReadHandle
+from umem.checkpoint.readers import Reader
 from umem.planning.plan import LoadPlan
 from umem.planning.targets import Target
-from umem.planning.views import View, coalesced, laid_out, ordered, restricted
-from umem.planning.writes import Factor, Group, Route, Write
-from umem.strategies.base import BlockStrategy, Converter, GroupStrategy
-from umem.strategies.blocks import GAP_BYTES, Block, Part, blocks_of
-from umem.strategies.registry import block_strategy, group_strategy, is_block_route
-from umem.strategies.storage import Destination, allocate, destination_of, has_own_pages, huge_pages_pay, torch_dtype
-from umem.strategies.window import Window, WindowClosedError
+from umem.planning.views import View
+from umem.planning.writes import Group, Route, Write
+from umem.strategies.base import Converter, GroupStrategy
+from umem.strategies.blocks import Block, blocks_of
+from umem.strategies.registry import group_strategy, is_block_route
+from umem.strategies.storage import Destination, allocate, destination_of, has_own_pages, huge_pages_pay
+from umem.strategies.window import Window
+from umem.strategies.worker import Feeder, Job, Worker
 
 __all__ = ["Execution", "Outcome", "Progress", "execute"]
 
@@ -239,11 +239,36 @@ class _Run:
         blocks = blocks_of(groups, self.execution.block_bytes)
         routes = {write.entry.name: group.route for group in groups for write in group.writes}
         with self._eviction(blocks) as evictions:
-            feeder = _Feeder(blocks)
-            count = self._workers(len(blocks))
-            workers = [_Worker(self, window, feeder, destinations, routes, evictions) for _ in range(count)]
+            feeder = Feeder(blocks)
+            job = self._job(destinations, routes, evictions, window)
+            workers = [Worker(job, feeder) for _ in range(self._workers(len(blocks)))]
             self._wait_for(workers, feeder, window)
         self.outcome.seconds[phase] = self.outcome.seconds.get(phase, 0.0) + time.perf_counter() - started_s
+
+    def _job(
+        self,
+        destinations: Mapping[str, Destination],
+        routes: Mapping[str, Route],
+        evictions: Mapping[int, DropBehind],
+        window: Window,
+    ) -> Job:
+        def destination_of(write: Write) -> Destination:
+            return destinations.get(write.target) or destinations[self.plan.targets[write.target].name]
+
+        return Job(
+            shards=self.plan.checkpoint.shards,
+            readers=self.execution.readers,
+            alignments=self.alignments,
+            destination_of=destination_of,
+            routes=routes,
+            factors=self.factors,
+            evictions=evictions,
+            window=window,
+            block_bytes=self.execution.block_bytes,
+            block_cost=self.block_cost,
+            touched=self.outcome.touched.update,
+            done=self.block_done,
+        )
 
     def _workers(self, blocks: int) -> int:
         """As many threads as there is window for: each may hold a staged block and as much page cache."""
@@ -255,7 +280,7 @@ class _Run:
         fills = any(reader.fills_page_cache for reader in self.execution.readers)
         return (2 if fills else 1) * self.execution.block_bytes
 
-    def _wait_for(self, workers: list[_Worker], feeder: _Feeder, window: Window) -> None:
+    def _wait_for(self, workers: list[Worker], feeder: Feeder, window: Window) -> None:
         with ThreadPoolExecutor(len(workers), thread_name_prefix="umem-read") as pool:
             waiting: set[Future[None]] = {pool.submit(worker.run) for worker in workers}
             try:
@@ -301,157 +326,3 @@ class _Run:
 def _mostly_cached(shard: Shard) -> bool:
     cached = cached_bytes_of_files([shard.path])
     return cached is not None and 2 * cached > shard.size_bytes
-
-
-class _Feeder:
-    """Hands out blocks in order, to several threads, until stopped."""
-
-    def __init__(self, blocks: Sequence[Block]) -> None:
-        self._blocks = iter(blocks)
-        self._lock = threading.Lock()
-        self._stopped = False
-
-    def next(self) -> Block | None:
-        with self._lock:
-            return None if self._stopped else next(self._blocks, None)
-
-    def stop(self) -> None:
-        self._stopped = True
-
-
-class _Worker:
-    """One reading thread: takes blocks, fills final storage or its staging buffer, delivers what was staged."""
-
-    def __init__(
-        self,
-        run: _Run,
-        window: Window,
-        feeder: _Feeder,
-        destinations: Mapping[str, Destination],
-        routes: Mapping[str, Route],
-        evictions: Mapping[int, DropBehind],
-    ) -> None:
-        self._run, self._window, self._feeder = run, window, feeder
-        self._destinations, self._routes, self._evictions = destinations, routes, evictions
-        self._checkpoint: Checkpoint = run.plan.checkpoint
-        self._staging: mmap.mmap | None = None
-        self._gap = memoryview(bytearray(GAP_BYTES))
-        self._handle: ReadHandle | None = None
-        self._shard = -1
-
-    def run(self) -> None:
-        """Work until there are no more blocks, or the load ends."""
-        with contextlib.ExitStack() as files, torch.no_grad():
-            while (block := self._feeder.next()) is not None:
-                try:
-                    with self._window.holding(min(self._run.block_cost, self._window.cap_bytes)):
-                        self._do(block, files)
-                except WindowClosedError:
-                    return
-                except BaseException:
-                    self._feeder.stop()
-                    raise
-
-    def _do(self, block: Block, files: contextlib.ExitStack) -> None:
-        handle = self._opened(block.shard, files)
-        for part in block.parts:
-            self._run.outcome.touched.update(self._destination(write).target.name for write in part.writes)
-        buffers, staged = self._layout(block)
-        started_s = time.perf_counter()
-        handle.fill(block.start, buffers)
-        read_s = time.perf_counter()
-        for part, items in staged:
-            self._deliver(part, items)
-        done_s = time.perf_counter()
-        if block.shard in self._evictions:
-            self._evictions[block.shard].block_done(block.number)
-        self._run.block_done(block.end - block.start, read_s - started_s, done_s - read_s)
-
-    def _opened(self, shard: int, files: contextlib.ExitStack) -> ReadHandle:
-        """The handle of a shard; blocks come in file order, so one is open at a time."""
-        if self._handle is None or self._shard != shard:
-            files.close()
-            reader = self._run.execution.readers[shard]
-            opened = reader.open(self._checkpoint.shards[shard], self._run.execution.block_bytes)
-            self._handle = files.enter_context(opened)
-            self._shard = shard
-        return self._handle
-
-    def _layout(self, block: Block) -> tuple[list[memoryview], list[tuple[Part, memoryview]]]:
-        """Where each byte of the block goes: straight to final storage, to staging, or (gaps) nowhere."""
-        buffers: list[memoryview] = []
-        staged: list[tuple[Part, memoryview]] = []
-        position, used = block.start, 0
-        for part in block.parts:
-            if part.start > position:
-                buffers.append(self._gap[: part.start - position])
-            buffer = self._final(part)
-            if buffer is None:
-                alignment = self._run.alignments[block.shard]
-                if alignment > 1 and part.end - part.start >= alignment:
-                    used += (part.start - used) % alignment  # congruent, so that it is read without a copy
-                else:
-                    used += -used % part.writes[0].entry.dtype.itemsize
-                buffer = self._staged(used, part.end - part.start)
-                used += part.end - part.start
-                staged.append((part, buffer))
-            buffers.append(buffer)
-            position = part.end
-        return buffers, staged
-
-    def _final(self, part: Part) -> memoryview | None:
-        """The bytes of final storage that the part fills unchanged and in order, if it does."""
-        if len(part.writes) != 1:
-            return None
-        write = part.writes[0]
-        destination = self._destination(write)
-        if destination.memory is None or self._routes[write.entry.name] is not Route.DIRECT:
-            return None
-        if not (write.source.runs_row_major() and write.destination.runs_row_major()):
-            return None
-        itemsize = write.entry.dtype.itemsize
-        if write.source.items * itemsize != write.entry.nbytes:
-            return None
-        start = write.destination.offset * itemsize + part.start - write.entry.start
-        return destination.memory[start : start + part.end - part.start]
-
-    def _staged(self, start: int, count: int) -> memoryview:
-        if self._staging is None:
-            room = 2 * self._run.execution.block_bytes  # aligning items less than doubles what is staged
-            self._staging = mmap.mmap(-1, room, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        return memoryview(self._staging)[start : start + count]
-
-    def _destination(self, write: Write) -> Destination:
-        destination = self._destinations.get(write.target)
-        return destination or self._destinations[self._run.plan.targets[write.target].name]
-
-    def _deliver(self, part: Part, staged: memoryview) -> None:
-        entry = part.writes[0].entry
-        strategy: BlockStrategy = block_strategy(self._routes[entry.name])
-        itemsize = entry.dtype.itemsize
-        low, high = (part.start - entry.start) // itemsize, (part.end - entry.start) // itemsize
-        items = torch.frombuffer(staged, dtype=torch_dtype(entry.dtype))
-        for write in part.writes:
-            destination = self._destination(write)
-            if write.factor is not None:
-                self._deliver_scaled(strategy, items, write, write.factor, low, high)
-                continue
-            pairing = coalesced(*destination.placed(write.source, write.destination))
-            for source, view in restricted(*pairing, low, high):
-                strategy.deliver(items, source._replace(offset=source.offset - low), destination, view)
-
-    def _deliver_scaled(
-        self, strategy: BlockStrategy, items: torch.Tensor, write: Write, factor: Factor, low: int, high: int
-    ) -> None:
-        """Deliver the items [low, high) of a write that is multiplied; its three views are cut alike."""
-        destination = self._destination(write)
-        shape = destination.target.shape
-        numbers = self._run.factors[factor.entry.name]
-        placed, multiplied = (
-            ordered(*laid_out(write.source, write.destination, shape, other))
-            for other in (destination.storage_view, factor.view)
-        )
-        cuts = zip(restricted(*placed, low, high), restricted(*multiplied, low, high), strict=True)
-        for (source, view), (_, by) in cuts:
-            strided = numbers.as_strided(by.shape, by.strides, by.offset)
-            strategy.deliver(items, source._replace(offset=source.offset - low), destination, view, strided)

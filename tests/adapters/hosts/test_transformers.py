@@ -18,7 +18,7 @@ from transformers import AutoModel, AutoModelForCausalLM, modeling_utils  # noqa
 import umem  # noqa: E402
 from tests.adapters.hosts.models import FAMILIES, assert_same_model, logits, save_family  # noqa: E402
 from tests.writers import same_bytes  # noqa: E402
-from umem.errors import CheckpointNotFoundError, KeyMismatchError  # noqa: E402
+from umem.errors import CheckpointNotFoundError, KeyMismatchError, UnsupportedError  # noqa: E402
 from umem.planning import Route  # noqa: E402
 
 
@@ -317,3 +317,62 @@ def test_plans_of_large_models_follow_one_layer(tmp_path: Path, seed: int) -> No
     assert_same_model(ours, AutoModelForCausalLM.from_pretrained(tmp_path))
     names = {target for group in report.plan.groups for target in group.targets}
     assert names == {name for name in ours.state_dict() if name not in report.plan.left_to_owner}
+
+
+def test_an_orientation_that_only_shapes_could_tell_is_remarked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers.core_model_loading import Transpose, WeightConverter
+
+    def by_shape(*_args: Any, **_kwargs: Any) -> list[Any]:
+        names = [f"self_attn.{name}_proj.weight" for name in "qk"]
+        return [WeightConverter(name, name, operations=[Transpose(0, 1, check_dims=True)]) for name in names]
+
+    save_family(tmp_path, "llama")
+    monkeypatch.setattr(modeling_utils, "get_model_conversion_mapping", by_shape)
+    plan = umem.plan(tmp_path, device="cpu")
+    assert [target for target, _ in plan.remarks] == [f"model.layers.{i}.self_attn.q_proj.weight" for i in range(2)]
+    assert plan.to_json()["remarks"][0]["remark"].startswith("square")
+    assert_same_model(umem.load(tmp_path, device="cpu"), AutoModelForCausalLM.from_pretrained(tmp_path))
+
+
+def in_fp8(directory: Path) -> None:
+    """Store every linear weight of the layers as FP8 with a scale for each block of 128 x 128."""
+    changes: dict[str, torch.Tensor | None] = {}
+    for name, weight in load_file(directory / "model.safetensors").items():
+        if "proj" in name:
+            blocks = weight.float().unflatten(0, (-1, 128)).unflatten(2, (-1, 128))
+            scale = blocks.abs().amax((1, 3)) / 448
+            coded = blocks / scale[:, None, :, None]
+            changes[name] = coded.reshape(weight.shape).to(torch.float8_e4m3fn)
+            changes[f"{name}_scale_inv"] = scale
+    rewrite(directory, **changes)
+    config = json.loads((directory / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (directory / "config.json").write_text(json.dumps(config))
+
+
+def test_quantized_checkpoints_go_through_the_librarys_own_code(tmp_path: Path) -> None:
+    config = transformers.LlamaConfig(
+        hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=2, vocab_size=64
+    )
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path)
+    in_fp8(tmp_path)
+    ours, report = umem.load(tmp_path, device="cpu", return_report=True)
+    assert_same_model(ours, AutoModelForCausalLM.from_pretrained(tmp_path))
+    reasons = {
+        reason.partition(":")[0] for route, reason in report.plan.bytes_by_route() if route is Route.MATERIALIZED
+    }
+    assert reasons == {"Fp8Dequantize"}
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # peft's use of the library
+def test_an_adapter_in_place_of_a_model(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    from peft import LoraConfig, get_peft_model
+
+    save_family(tmp_path / "base", "llama")
+    adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), LoraConfig(r=2))
+    adapted.save_pretrained(str(tmp_path / "adapter"))
+    with pytest.raises(UnsupportedError, match="load_adapter"):
+        umem.load(tmp_path / "adapter", device="cpu")

@@ -58,7 +58,10 @@ def load_model(
     """The model of the checkpoint, loaded. `model_class` is a model or Auto class; None takes what the config names."""
     checkpoint = _opened(session, path_or_id, settings)
     job = TransformersLoad(session, checkpoint, allow_missing, allow_unexpected)
-    return _from_pretrained(session, path_or_id, checkpoint, job.run, dtype, model_class, settings)
+    model = _from_pretrained(session, path_or_id, checkpoint, job.run, dtype, model_class, settings)
+    if not job.finished:
+        raise UnsupportedError(f"{path_or_id}: the library did not come to load these weights, but others")
+    return model
 
 
 def plan_model(
@@ -90,7 +93,10 @@ def _opened(session: LoadSession, path_or_id: str, settings: Mapping[str, Any]) 
     if subfolder and not os.path.isdir(path_or_id):
         raise UnsupportedError("subfolder is for local directories; download the snapshot and give its path")
     path = os.path.join(path_or_id, subfolder) if subfolder else path_or_id
-    return session.open(path, revision=settings.get("revision"))
+    checkpoint = session.open(path, revision=settings.get("revision"))
+    if all(os.path.basename(shard.path).startswith("adapter_model") for shard in checkpoint.shards):
+        raise UnsupportedError(f"{path}: this is an adapter; load its base model, then umem.load_adapter(model, path)")
+    return checkpoint
 
 
 def _from_pretrained(

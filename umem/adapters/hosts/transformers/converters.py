@@ -20,7 +20,7 @@ from umem.adapters.tracing import TracedTensor
 from umem.checkpoint.entries import Entry
 from umem.strategies.storage import torch_dtype
 
-__all__ = ["ConversionMismatchError", "ConverterCompiler", "Slot"]
+__all__ = ["ConversionMismatchError", "ConverterCompiler", "Slot", "orientation_is_open"]
 
 #: A result of a converter: the parameter's name, where its elements come from, its dtype.
 Result = tuple[str, Layout, DType]
@@ -167,3 +167,9 @@ class ConverterCompiler:
 
 def _of(piece: Piece, position: str) -> Piece:
     return piece._replace(entry=piece.entry._replace(name=position))
+
+
+def orientation_is_open(slot: Slot) -> bool:
+    """Whether the library decides a transposition by shapes (`check_dims`) that are the same either way."""
+    decides = [op for op in slot.transform.operations if isinstance(op, library.Transpose) and op.check_dims]
+    return any(entry.shape[op.dim0] == entry.shape[op.dim1] for op in decides for entry in slot.entries)

@@ -32,6 +32,7 @@ class TransformersLoad:
         self._session, self._checkpoint = session, checkpoint
         self._allow_missing, self._allow_unexpected = allow_missing, allow_unexpected
         self._compiled: CompiledMapping | None = None
+        self.finished = False
 
     def plan(self, model: Any, load_config: Any) -> LoadPlan:
         """The plan for `model`, which is on the meta device."""
@@ -58,6 +59,7 @@ class TransformersLoad:
         with self._session.phase("install"):
             self._install(model, tensors, load_config, info)
         info.unexpected_keys.update(self._mapping.unexpected_names)
+        self.finished = True
         model._weight_conversions = [
             transform for transform in load_config.weight_mapping or [] if transform.was_used()
         ]

@@ -18,7 +18,12 @@ from transformers.integrations.accelerate import get_device
 from transformers.utils.loading_report import LoadStateDictInfo
 
 from umem._types import DType
-from umem.adapters.hosts.transformers.converters import ConversionMismatchError, ConverterCompiler, Slot
+from umem.adapters.hosts.transformers.converters import (
+    ConversionMismatchError,
+    ConverterCompiler,
+    Slot,
+    orientation_is_open,
+)
 from umem.adapters.hosts.transformers.renaming import Renamer, in_library_order
 from umem.adapters.layout import Layout, NotALayoutError, stored
 from umem.checkpoint.entries import Checkpoint, Entry
@@ -66,6 +71,7 @@ class _Compiler:
         self.adaptation = Adaptation([], [], [], [])
         self.materialized: dict[str, Slot] = {}
         self.unexpected: dict[str, str] = {}
+        self.remarks: list[tuple[str, str]] = []
         self.ties: dict[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
         self._converters = ConverterCompiler(model, self.parameters)
 
@@ -77,7 +83,9 @@ class _Compiler:
         may_lack, ignored = self._what_may_differ()
         ignored |= doubles
         self.adaptation.unexpected.extend(name for name in self.unexpected if name not in ignored)
-        adaptation = self.adaptation._replace(may_lack=may_lack, ignored=tuple(sorted(ignored)))
+        adaptation = self.adaptation._replace(
+            may_lack=may_lack, ignored=tuple(sorted(ignored)), remarks=tuple(self.remarks)
+        )
         targets = targets_of_module(self.model, dtype=self.dtypes.get, device=lambda name, _own: self._device(name))
         return CompiledMapping(targets, adaptation, self.materialized, frozenset(self.unexpected.values()))
 
@@ -191,6 +199,8 @@ class _Compiler:
             expected = str(list(self.parameters[slot.name].shape))
             self.adaptation.mismatched.append((slot.name, f"parts that do not convert ({error})", expected))
             return
+        if slot.is_converter and orientation_is_open(slot):
+            self.remarks.append((slot.name, "square, so only the library's order says whether it is transposed"))
         for name, layout, dtype in results:
             parameter = self.parameters.get(name)
             if parameter is None:
