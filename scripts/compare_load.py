@@ -29,10 +29,11 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 LOADERS = ("umem", "transformers", "raw buffered", "raw direct")
 BLOCK = 8 << 20
+_Item = TypeVar("_Item")
 CGROUPS = Path("/sys/fs/cgroup")
 
 
@@ -269,8 +270,8 @@ def measure(checkpoints: Sequence[Path], loaders: Sequence[str], caches: Sequenc
     runs: dict[tuple[str, str, str], list[dict[str, Any]]] = {key: [] for key in keys}
     for number in range(repeats):
         for cache in caches:
-            for loader in (*loaders[number % len(loaders) :], *loaders[: number % len(loaders)]):
-                for checkpoint in checkpoints:
+            for loader in turned(loaders, number):
+                for checkpoint in turned(checkpoints, number):
                     facts = run(loader, checkpoint, cold=cache == "cold")
                     runs[checkpoint.name, cache, loader].append(facts)
                     note = f"{checkpoint.name} {cache} {loader}: {facts['load_s']:.2f} s"
@@ -281,6 +282,12 @@ def measure(checkpoints: Sequence[Path], loaders: Sequence[str], caches: Sequenc
         for name, cache, loader in keys
     ]
     return {"machine": machine(), "bytes": sizes, "repeats": repeats, "series": listed}
+
+
+def turned(items: Sequence[_Item], number: int) -> list[_Item]:
+    """The items, begun with another one each time: what ran just before decides which memory is warm."""
+    first = number % len(items)
+    return [*items[first:], *items[:first]]
 
 
 def machine() -> dict[str, Any]:
