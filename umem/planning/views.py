@@ -150,13 +150,7 @@ def carried(source: View, destination: View, outer: View) -> tuple[View, View]:
     """
     if outer.strides == contiguous_strides(outer.shape):
         return source, destination._replace(offset=destination.offset + outer.offset)
-    axes, start = spread(source, destination, outer.shape)
-    offset = outer.offset + sum(index * stride for index, stride in zip(start, outer.strides, strict=True))
-    shape = tuple(axis.size for axis in axes)
-    return (
-        View(source.offset, shape, tuple(axis.source_stride for axis in axes)),
-        View(offset, shape, tuple(axis.step * outer.strides[axis.dim] for axis in axes)),
-    )
+    return laid_out(source, destination, outer.shape, outer)
 
 
 def laid_out(source: View, destination: View, shape: Sequence[int], other: View) -> tuple[View, View]:

@@ -18,9 +18,9 @@ from typing import NamedTuple
 
 import torch
 
-from umem.checkpoint.entries import Entry, Shard
-from umem.checkpoint.pagecache import DropBehind, cached_bytes_of_files
-from umem.checkpoint.readers import Reader
+from umem.checkpoint.entries import Entry
+from umem.checkpoint.pagecache import DropBehind
+from umem.checkpoint.readers import Reader, mostly_cached
 from umem.planning.plan import LoadPlan
 from umem.planning.targets import Target
 from umem.planning.views import View
@@ -318,11 +318,6 @@ class _Run:
         with contextlib.ExitStack() as stack:
             for index, shard_ends in ends.items():
                 shard = self.plan.checkpoint.shards[index]
-                if not _mostly_cached(shard):
+                if not mostly_cached(shard):
                     evictions[index] = stack.enter_context(contextlib.closing(DropBehind(shard.path, shard_ends)))
             yield evictions
-
-
-def _mostly_cached(shard: Shard) -> bool:
-    cached = cached_bytes_of_files([shard.path])
-    return cached is not None and 2 * cached > shard.size_bytes

@@ -13,7 +13,7 @@ from umem.checkpoint.readers.buffered import BufferedReader
 from umem.checkpoint.readers.odirect import ODirectReader
 from umem.errors import ConfigError
 
-__all__ = ["READERS", "ReadHandle", "Reader", "ReaderChoice", "choose_readers"]
+__all__ = ["READERS", "ReadHandle", "Reader", "ReaderChoice", "choose_readers", "mostly_cached"]
 
 READERS: dict[str, Reader] = {reader.name: reader for reader in (BufferedReader(), ODirectReader())}
 
@@ -52,9 +52,14 @@ def choose_readers(name: str, shards: Sequence[Shard]) -> ReaderChoice:
     return ReaderChoice((reader,) * len(shards), "as set")
 
 
-def _pick(shard: Shard) -> tuple[Reader, str]:
+def mostly_cached(shard: Shard) -> bool:
+    """Whether more than half of the file is in the page cache; False where that is unknown."""
     cached = cached_bytes_of_files([shard.path])
-    if cached is not None and 2 * cached > shard.size_bytes:
+    return cached is not None and 2 * cached > shard.size_bytes
+
+
+def _pick(shard: Shard) -> tuple[Reader, str]:
+    if mostly_cached(shard):
         return READERS[BufferedReader.name], "in the page cache already"
     direct = READERS[ODirectReader.name]
     obstacle = direct.why_not(shard)
