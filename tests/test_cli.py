@@ -110,7 +110,7 @@ def test_an_interrupt_is_clean(tmp_path: Path) -> None:
     code = (
         "import sys, time, os\n"
         "real = os.preadv\n"
-        "def slow(*a):\n    print('reading', flush=True); time.sleep(0.3); return real(*a)\n"
+        "def slow(*a):\n    os.write(1, b'reading\\n'); time.sleep(0.3); return real(*a)\n"
         "os.preadv = slow\n"
         "from umem.cli import main\n"
         f"sys.argv = ['umem', 'load', {str(path)!r}, '--device', 'cpu']\n"
