@@ -1,13 +1,7 @@
 """Probes: the machine as it is, in immutable snapshots. Knows no checkpoints and decides nothing."""
 
-from umem.probes.memory import (
-    CgroupMemory,
-    MemoryProbe,
-    MemorySnapshot,
-    free_in_blocks_of,
-    is_virtual_machine,
-    read_cgroup,
-)
+from umem.probes.cgroup import CgroupMemory, read_cgroup
+from umem.probes.memory import MemoryProbe, MemorySnapshot, free_in_blocks_of, is_virtual_machine
 from umem.probes.monitor import Monitor, Sample
 from umem.probes.platform import Platform, PlatformClass, probe_platform
 
