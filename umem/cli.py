@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, Self
 
 import typer
 
-from umem._types import format_bytes, parse_bytes
+from umem._types import format_bytes, parse_bytes, parse_seconds
 from umem.config import LoadConfig, config_from_environment
 from umem.errors import UmemError
 
@@ -42,6 +42,7 @@ _Device = Annotated[str, typer.Option(help="Where the model goes: auto, cpu, cud
 _DType = Annotated[str, typer.Option(help="auto (what the config says), bfloat16, float16, float32.")]
 _Window = Annotated[str | None, typer.Option(help="Cap on all memory besides the model, like 64MiB.")]
 _MemoryBudget = Annotated[str | None, typer.Option(help="What model and window may take together, like 20GiB.")]
+_Wait = Annotated[str | None, typer.Option(help="Wait up to so long, like 60s, for memory to become free.")]
 _Missing = Annotated[list[str] | None, typer.Option(help="Pattern of parameters that may be absent, like 'score.*'.")]
 _Unexpected = Annotated[list[str] | None, typer.Option(help="Pattern of stored tensors that may be left out.")]
 _Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")]
@@ -58,6 +59,7 @@ def load(
     dtype: _DType = "auto",
     window: _Window = None,
     memory_budget: _MemoryBudget = None,
+    wait_for_memory: _Wait = None,
     allow_missing: _Missing = None,
     allow_unexpected: _Unexpected = None,
     revision: _Revision = None,
@@ -77,7 +79,7 @@ def load(
             dtype=dtype,
             allow_missing=allow_missing or (),
             allow_unexpected=allow_unexpected or (),
-            config=_config(window, memory_budget),
+            config=_config(window, memory_budget, wait_for_memory),
             progress=bar.update,
             return_report=True,
             **_host_settings(revision, trust_remote_code),
@@ -87,13 +89,16 @@ def load(
     _show(report.to_json, lambda: report_table(report), as_json)
 
 
-@app.command(epilog="Examples:  [bold]umem plan ./Qwen3-30B-A3B[/]   [bold]umem plan org/name --memory-budget 20GiB[/]")
+@app.command(epilog="Examples:  [bold]umem plan ./Qwen3-30B-A3B[/]   [bold]umem plan org/name --platform spark.json[/]")
 def plan(
     checkpoint: _Checkpoint,
     device: _Device = "auto",
     dtype: _DType = "auto",
     window: _Window = None,
     memory_budget: _MemoryBudget = None,
+    platform: Annotated[
+        Path | None, typer.Option(help="Plan for the machine in this file, saved there by umem probe --save.")
+    ] = None,
     allow_missing: _Missing = None,
     allow_unexpected: _Unexpected = None,
     revision: _Revision = None,
@@ -101,12 +106,17 @@ def plan(
     as_json: _Json = False,
 ) -> None:
     """Say what a load would read and take, and whether it fits, without reading a tensor byte."""
+    from rich.console import Group
+
+    from umem.admission import circumstances
     from umem.api import plan as plan_load
     from umem.api import probe as probe_machine
+    from umem.machine import MachineSnapshot
     from umem.planning import check_budget
-    from umem.report.table import plan_table
+    from umem.report.table import plan_table, verdict_table
 
     config = _config(window, memory_budget)
+    saved = None if platform is None else MachineSnapshot.load(platform, config)
     made = plan_load(
         checkpoint,
         device=device,
@@ -114,27 +124,45 @@ def plan(
         allow_missing=allow_missing or (),
         allow_unexpected=allow_unexpected or (),
         config=config,
+        machine=saved,
         **_host_settings(revision, trust_remote_code),
     )
-    budget = probe_machine(device=device, config=config).budget
+    machine = saved or probe_machine(device=device, config=config)
+    budget = machine.budget
 
     def facts() -> dict[str, Any]:
-        available = budget.available_bytes
-        fits = available is None or made.forecast.peak_bytes <= available
-        return made.to_json() | {"budget": {"available_bytes": available, "source": budget.source, "fits": fits}}
+        reading = machine.reading
+        return made.to_json() | {
+            "platform": machine.platform.to_json(),
+            "budget": {
+                "available_bytes": budget.available_bytes,
+                "source": budget.source,
+                "fits": budget.shortfall_of(budget.needs_of(made)) is None,
+            },
+            "reading": {"reader": reading.reader, "keep_page_cache": reading.keep_page_cache},
+        }
 
-    _show(facts, lambda: plan_table(made), as_json)
-    check_budget(made, budget)
+    _show(facts, lambda: Group(plan_table(made), verdict_table(made, machine)), as_json)
+    check_budget(made, budget, lambda: circumstances(machine, here=saved is None))
 
 
-@app.command(epilog="Example:  [bold]umem probe --json[/]")
-def probe(device: _Device = "auto", as_json: _Json = False) -> None:
+@app.command(epilog="Examples:  [bold]umem probe --json[/]   [bold]umem probe --save spark.json[/]")
+def probe(
+    device: _Device = "auto",
+    save: Annotated[Path | None, typer.Option(help="Save what was found, for umem plan --platform elsewhere.")] = None,
+    as_json: _Json = False,
+) -> None:
     """Say what machine this is, what memory it has, and what a load could take."""
     from umem.api import probe as probe_machine
     from umem.report.table import machine_table
 
-    snapshot = probe_machine(device=device)
-    _show(snapshot.to_json, lambda: machine_table(snapshot.platform, snapshot.memory, snapshot.budget), as_json)
+    machine = probe_machine(device=device)
+    if save is not None:
+        try:
+            machine.save(save)
+        except OSError as error:
+            raise typer.BadParameter(f"{save}: {error.strerror}", param_hint="--save") from None
+    _show(machine.to_json, lambda: machine_table(machine), as_json)
 
 
 def main() -> NoReturn:
@@ -158,13 +186,15 @@ def main() -> NoReturn:
     sys.exit(status)
 
 
-def _config(window: str | None, memory_budget: str | None) -> LoadConfig:
+def _config(window: str | None, memory_budget: str | None, wait_for_memory: str | None = None) -> LoadConfig:
     config = config_from_environment()
     if window is not None:
         wanted = parse_bytes(window)
         config = replace(config, window_bytes=wanted, block_bytes=min(config.block_bytes, max(1, wanted // 8)))
     if memory_budget is not None:
         config = replace(config, memory_budget_bytes=parse_bytes(memory_budget))
+    if wait_for_memory is not None:
+        config = replace(config, wait_for_memory_s=parse_seconds(wait_for_memory))
     return config
 
 
@@ -187,7 +217,7 @@ def _say(message: str) -> None:
 
 
 class _ProgressBar:
-    """A bar on a terminal: bytes, rate, what the window holds. Nothing elsewhere."""
+    """A bar on a terminal: bytes, rate, what the window holds, or what the load waits for. Nothing elsewhere."""
 
     def __init__(self) -> None:
         self._bar: Any = None
@@ -217,6 +247,9 @@ class _ProgressBar:
     def update(self, progress: Progress) -> None:
         """Show how far the load is."""
         if self._bar is None:
+            return
+        if progress.waiting:
+            self._bar.console.print(progress.waiting, style="dim", markup=False, highlight=False)
             return
         window = f"window {format_bytes(progress.window_bytes)}"
         if self._task is None:
