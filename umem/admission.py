@@ -13,7 +13,7 @@ from typing import NamedTuple, Self
 from umem.config import LoadConfig
 from umem.errors import ProcessMemory
 from umem.machine import MachineSnapshot, device_key, probe
-from umem.planning import Circumstances, LoadPlan, check_budget
+from umem.planning import Circumstances, Limit, LoadPlan, Shortfall, check_budget
 from umem.probes import PlatformClass, PlatformFacts, biggest_processes, device_processes, processes_in_group
 from umem.reservations import Claim, Reservation, Reservations
 
@@ -64,7 +64,7 @@ class Admission:
         Parameters
         ----------
         waiting
-            Called at each try that fails while there is time.
+            Called at each try that fails while there is time. What no waiting can change is refused at once.
 
         Raises
         ------
@@ -80,7 +80,7 @@ class Admission:
                 if shortfall is None:
                     return cls(plan, machine, reservations.reserve(_claim(plan, machine, taken=0.0, placed=False)))
             waited_s = time.monotonic() - started_s
-            if waited_s >= config.wait_for_memory_s:
+            if waited_s >= config.wait_for_memory_s or not _may_change(shortfall, machine):
                 refuse_unless_fitting(plan, machine)
             if waiting is not None:
                 allowance = shortfall.allowance
@@ -101,6 +101,20 @@ class Admission:
         """The load has filled that fraction of its final storage; it claims only the rest."""
         if self._reservation is not None:
             self._reservation.shrink(_claim(self._plan, self.machine, taken=fraction, placed=True))
+
+
+def _may_change(shortfall: Shortfall, machine: MachineSnapshot) -> bool:
+    """Whether it could fit once others have given back what they hold; a limit does not grow by waiting."""
+    group = machine.memory.cgroup
+    sizes = {
+        Limit.SYSTEM: machine.memory.total_bytes,
+        Limit.GROUP: group.limit_bytes if group else None,
+        Limit.DEVICE: machine.platform.total_bytes,
+        Limit.POOL: machine.device_memory.pool_bytes or machine.platform.total_bytes,
+        Limit.USER: 0,
+    }
+    size = sizes[shortfall.allowance.limit]
+    return size is None or shortfall.needed_bytes <= size
 
 
 def _claim(plan: LoadPlan, machine: MachineSnapshot, *, taken: float, placed: bool) -> Claim:

@@ -237,7 +237,9 @@ def _device_free(platform: Platform, device: DeviceMemory) -> tuple[int | None, 
     if device.node_free_bytes is not None:
         free = device.node_free_bytes + (device.node_inactive_cache_bytes or 0)
         return free, f"free memory and inactive page cache of node {platform.node}"
-    return device.free_bytes, f"free memory of {platform.device}"
+    if device.free_bytes is not None:
+        return device.free_bytes, f"free memory of {platform.device}"
+    return device.total_bytes or platform.total_bytes, f"the size of {platform.device}, whose free memory is unknown"
 
 
 def _pool(platform: Platform, memory: MemorySnapshot, device: DeviceMemory) -> tuple[int | None, str]:
