@@ -42,6 +42,8 @@ _Device = Annotated[str, typer.Option(help="Where the model goes: auto, cpu, cud
 _DType = Annotated[str, typer.Option(help="auto (what the config says), bfloat16, float16, float32.")]
 _Window = Annotated[str | None, typer.Option(help="Cap on all memory besides the model, like 64MiB.")]
 _MemoryBudget = Annotated[str | None, typer.Option(help="What model and window may take together, like 20GiB.")]
+_Reader = Annotated[str | None, typer.Option(help="How files are read: auto, odirect, dontcache, buffered, mapped.")]
+_Residency = Annotated[str | None, typer.Option(help="owned, or mapped: the model is the files' own pages (cpu).")]
 _Missing = Annotated[list[str] | None, typer.Option(help="Pattern of parameters that may be absent, like 'score.*'.")]
 _Unexpected = Annotated[list[str] | None, typer.Option(help="Pattern of stored tensors that may be left out.")]
 _Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")]
@@ -58,6 +60,8 @@ def load(
     dtype: _DType = "auto",
     window: _Window = None,
     memory_budget: _MemoryBudget = None,
+    reader: _Reader = None,
+    residency: _Residency = None,
     allow_missing: _Missing = None,
     allow_unexpected: _Unexpected = None,
     revision: _Revision = None,
@@ -77,7 +81,7 @@ def load(
             dtype=dtype,
             allow_missing=allow_missing or (),
             allow_unexpected=allow_unexpected or (),
-            config=_config(window, memory_budget),
+            config=_config(window, memory_budget, reader, residency),
             progress=bar.update,
             return_report=True,
             **_host_settings(revision, trust_remote_code),
@@ -94,6 +98,8 @@ def plan(
     dtype: _DType = "auto",
     window: _Window = None,
     memory_budget: _MemoryBudget = None,
+    reader: _Reader = None,
+    residency: _Residency = None,
     allow_missing: _Missing = None,
     allow_unexpected: _Unexpected = None,
     revision: _Revision = None,
@@ -106,7 +112,7 @@ def plan(
     from umem.planning import check_budget
     from umem.report.table import plan_table
 
-    config = _config(window, memory_budget)
+    config = _config(window, memory_budget, reader, residency)
     made = plan_load(
         checkpoint,
         device=device,
@@ -158,8 +164,8 @@ def main() -> NoReturn:
     sys.exit(status)
 
 
-def _config(window: str | None, memory_budget: str | None) -> LoadConfig:
-    config = config_from_environment()
+def _config(window: str | None, memory_budget: str | None, reader: str | None, residency: str | None) -> LoadConfig:
+    config = config_from_environment().with_changes(reader=reader, residency=residency)
     if window is not None:
         wanted = parse_bytes(window)
         config = replace(config, window_bytes=wanted, block_bytes=min(config.block_bytes, max(1, wanted // 8)))

@@ -8,12 +8,13 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from typing import Any
 
 from umem._types import format_bytes, parse_bytes
 from umem.errors import ConfigError
 
-__all__ = ["MIB", "LoadConfig", "config_from_environment"]
+__all__ = ["MIB", "LoadConfig", "Residency", "config_from_environment"]
 
 MIB = 1 << 20
 
@@ -27,7 +28,15 @@ _VARIABLES = {
     "UMEM_RESERVE": "reserve_bytes",
     "UMEM_IO_THREADS": "io_threads",
     "UMEM_READER": "reader",
+    "UMEM_RESIDENCY": "residency",
 }
+
+
+class Residency(StrEnum):
+    """Where the final tensors live: in memory of their own, or in the files' own pages."""
+
+    OWNED = "owned"
+    MAPPED = "mapped"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,13 +50,16 @@ class LoadConfig:
     block_bytes
         The size of one read.
     io_threads
-        Threads that read and scatter. None: two to four, by the number of cores.
+        Threads that read and scatter. None: two to four, by the reader and the number of cores.
     memory_budget_bytes
         What the final model plus the window may take. None: what the machine has available.
     reserve_bytes
         Memory that a load leaves to the rest of the machine. None: by the class of the machine.
     reader
         The name of the reader, or `auto`.
+    residency
+        `owned`: the model has memory of its own. `mapped`: it is the files' own pages, read when they are used; for
+        models on the processor that are stored as they are used.
     sample_interval_s
         Seconds between two memory samples of the report.
     """
@@ -58,6 +70,7 @@ class LoadConfig:
     memory_budget_bytes: int | None = None
     reserve_bytes: int | None = None
     reader: str = "auto"
+    residency: Residency = Residency.OWNED
     sample_interval_s: float = 0.05
 
     def __post_init__(self) -> None:
@@ -72,13 +85,10 @@ class LoadConfig:
             value = getattr(self, name)
             if value is not None and value < 0:
                 raise ConfigError(f"{name}={value}: a size in bytes is not negative")
+        if self.residency not in tuple(Residency):
+            raise ConfigError(f"residency={self.residency!r}: {' or '.join(Residency)}")
         if self.sample_interval_s <= 0:
             raise ConfigError(f"sample_interval_s={self.sample_interval_s}: must be positive")
-
-    @property
-    def threads(self) -> int:
-        """The number of threads that read: as set, else two to four by the number of cores."""
-        return self.io_threads or min(4, max(2, os.cpu_count() or 2))
 
     def with_changes(self, **changes: Any) -> LoadConfig:
         """A copy with some fields replaced; fields given as None keep their value."""

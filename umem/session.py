@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from umem.checkpoint import Checkpoint, open_checkpoint
-from umem.checkpoint.pagecache import cached_bytes_of_files
+from umem.checkpoint.pagecache import CachePolicy, cached_bytes_of_files
 from umem.checkpoint.readers import ReaderChoice, choose_readers
 from umem.config import MIB, LoadConfig, config_from_environment
 from umem.errors import UmemError
@@ -36,6 +36,12 @@ ProgressCallback = Callable[["Progress"], None]
 #: memory, the driver needs room too: boxes have frozen with 2 to 4 GiB available.
 _RESERVE_BYTES = 64 * MIB
 _UNIFIED_RESERVE_FRACTION = 0.04
+
+_CACHE_POLICIES = {
+    PlatformClass.CPU: CachePolicy.RESTORE,
+    PlatformClass.UNIFIED: CachePolicy.DROP,
+    PlatformClass.DISCRETE: CachePolicy.KEEP,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +117,7 @@ class LoadSession:
         self._plan: LoadPlan | None = None
         self._outcome: Outcome | None = None
         self._budget = Budget(None, "not asked")
-        self._readers = ReaderChoice((), "")
+        self._readers = ReaderChoice((), "nothing to read")
 
     def __enter__(self) -> Self:
         return self
@@ -170,13 +176,14 @@ class LoadSession:
         self._plan = load_plan
         self._budget = probe(device=self.platform.device, config=self.config).budget
         check_budget(load_plan, self._budget)
-        self._readers = choose_readers(self.config.reader, load_plan.checkpoint.shards)
+        if load_plan.forecast.read_bytes:
+            self._readers = choose_readers(self.config.reader, load_plan.checkpoint.shards)
         execution = Execution(
             window_bytes=load_plan.forecast.window_bytes,
             block_bytes=self.config.block_bytes,
-            threads=self.config.threads,
             readers=self._readers.readers,
-            keep_page_cache=self.platform.kind is PlatformClass.DISCRETE,
+            threads=self.config.io_threads,
+            cache_policy=_CACHE_POLICIES[self.platform.kind],
             convert=convert,
             progress=self._progress,
         )
