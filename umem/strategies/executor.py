@@ -30,6 +30,7 @@ from umem.strategies.blocks import Block, blocks_of
 from umem.strategies.mapped import MappedShards
 from umem.strategies.registry import group_strategy, is_block_route, is_group_route
 from umem.strategies.storage import Destination, allocate, destination_of, has_own_pages, huge_pages_pay
+from umem.strategies.tiles import TILE_BYTES
 from umem.strategies.window import Window
 from umem.strategies.worker import Feeder, Job, Worker
 
@@ -296,9 +297,9 @@ class _Run:
 
     @property
     def block_cost(self) -> int:
-        """What a block in flight may hold besides final storage: staging, and the page cache that it fills."""
+        """What a block in flight may hold besides final storage: staging, a tile, the page cache that it fills."""
         cached = any(reader.uses_page_cache for reader in self.execution.readers)
-        return (2 if cached else 1) * self.execution.block_bytes
+        return (2 if cached else 1) * self.execution.block_bytes + TILE_BYTES
 
     def _wait_for(self, workers: list[Worker], feeder: Feeder, window: Window) -> None:
         with ThreadPoolExecutor(len(workers), thread_name_prefix="umem-read") as pool:
