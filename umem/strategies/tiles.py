@@ -19,7 +19,7 @@ TILE_BYTES = 1 << 20
 
 _STRIP_BYTES = TILE_BYTES // 2
 
-#: A plain copy writes a plane of fewer rows into few enough places at a time, and of fewer columns in few enough passes.
+#: A plain copy of fewer rows writes to few places at a time; one of fewer columns needs few passes.
 _LEAST_ROWS = 128
 _LEAST_COLUMNS = 32
 
