@@ -43,6 +43,8 @@ _DType = Annotated[str, typer.Option(help="auto (what the config says), bfloat16
 _Window = Annotated[str | None, typer.Option(help="Cap on all memory besides the model, like 64MiB.")]
 _MemoryBudget = Annotated[str | None, typer.Option(help="What model and window may take together, like 20GiB.")]
 _Wait = Annotated[str | None, typer.Option(help="Wait up to so long, like 60s, for memory to become free.")]
+_Reader = Annotated[str | None, typer.Option(help="How files are read: auto, odirect, dontcache, buffered, mapped.")]
+_Residency = Annotated[str | None, typer.Option(help="owned, or mapped: the model is the files' own pages (cpu).")]
 _Missing = Annotated[list[str] | None, typer.Option(help="Pattern of parameters that may be absent, like 'score.*'.")]
 _Unexpected = Annotated[list[str] | None, typer.Option(help="Pattern of stored tensors that may be left out.")]
 _Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")]
@@ -60,6 +62,8 @@ def load(
     window: _Window = None,
     memory_budget: _MemoryBudget = None,
     wait_for_memory: _Wait = None,
+    reader: _Reader = None,
+    residency: _Residency = None,
     allow_missing: _Missing = None,
     allow_unexpected: _Unexpected = None,
     revision: _Revision = None,
@@ -79,7 +83,7 @@ def load(
             dtype=dtype,
             allow_missing=allow_missing or (),
             allow_unexpected=allow_unexpected or (),
-            config=_config(window, memory_budget, wait_for_memory),
+            config=_config(window, memory_budget, wait_for_memory, reader=reader, residency=residency),
             progress=bar.update,
             return_report=True,
             **_host_settings(revision, trust_remote_code),
@@ -99,6 +103,8 @@ def plan(
     platform: Annotated[
         Path | None, typer.Option(help="Plan for the machine in this file, saved there by umem probe --save.")
     ] = None,
+    reader: _Reader = None,
+    residency: _Residency = None,
     allow_missing: _Missing = None,
     allow_unexpected: _Unexpected = None,
     revision: _Revision = None,
@@ -115,7 +121,7 @@ def plan(
     from umem.planning import check_budget
     from umem.report.table import plan_table, verdict_table
 
-    config = _config(window, memory_budget)
+    config = _config(window, memory_budget, reader=reader, residency=residency)
     saved = None if platform is None else MachineSnapshot.load(platform, config)
     made = plan_load(
         checkpoint,
@@ -186,8 +192,15 @@ def main() -> NoReturn:
     sys.exit(status)
 
 
-def _config(window: str | None, memory_budget: str | None, wait_for_memory: str | None = None) -> LoadConfig:
-    config = config_from_environment()
+def _config(
+    window: str | None,
+    memory_budget: str | None,
+    wait_for_memory: str | None = None,
+    *,
+    reader: str | None,
+    residency: str | None,
+) -> LoadConfig:
+    config = config_from_environment().with_changes(reader=reader, residency=residency)
     if window is not None:
         wanted = parse_bytes(window)
         config = replace(config, window_bytes=wanted, block_bytes=min(config.block_bytes, max(1, wanted // 8)))

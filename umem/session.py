@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Self
 from umem._types import format_bytes
 from umem.admission import Admission, Waiting
 from umem.checkpoint import Checkpoint, open_checkpoint
-from umem.checkpoint.pagecache import cached_bytes_of_files
+from umem.checkpoint.pagecache import CachePolicy, cached_bytes_of_files
 from umem.checkpoint.readers import ReaderChoice, choose_readers
 from umem.config import LoadConfig, config_from_environment
 from umem.errors import UmemError
 from umem.machine import MachineSnapshot, probe
 from umem.planning import Budget, LoadPlan
-from umem.probes import Monitor, classify, gather_facts
+from umem.probes import Monitor, PlatformClass, classify, gather_facts
 from umem.report.model import LoadReport, Stopwatch
 
 if TYPE_CHECKING:
@@ -33,6 +33,14 @@ if TYPE_CHECKING:
 __all__ = ["LoadSession", "MachineSnapshot", "ProgressCallback", "probe"]
 
 ProgressCallback = Callable[["Progress"], None]
+
+_CACHE_POLICIES = {
+    PlatformClass.CPU: CachePolicy.RESTORE,
+    PlatformClass.UNIFIED: CachePolicy.DROP,
+    PlatformClass.COHERENT_NUMA: CachePolicy.DROP,  # it can lie in the device's memory
+    PlatformClass.COHERENT_CDMM: CachePolicy.KEEP,
+    PlatformClass.DISCRETE: CachePolicy.KEEP,
+}
 
 
 class LoadSession:
@@ -67,7 +75,7 @@ class LoadSession:
         self._plan: LoadPlan | None = None
         self._outcome: Outcome | None = None
         self._budget = Budget()
-        self._readers = ReaderChoice((), "")
+        self._readers = ReaderChoice((), "nothing to read")
 
     def __enter__(self) -> Self:
         return self
@@ -126,7 +134,8 @@ class LoadSession:
             admission = Admission.of(load_plan, self._facts, self.config, waiting=self._waiting)
         with admission:
             self._budget = admission.machine.budget
-            self._readers = choose_readers(self.config.reader, load_plan.checkpoint.shards)
+            if load_plan.forecast.read_bytes:
+                self._readers = choose_readers(self.config.reader, load_plan.checkpoint.shards)
             return self._execute(load_plan, admission, convert, live)
 
     def _execute(
@@ -146,9 +155,9 @@ class LoadSession:
         execution = Execution(
             window_bytes=load_plan.forecast.window_bytes,
             block_bytes=self.config.block_bytes,
-            threads=self.config.threads,
             readers=self._readers.readers,
-            keep_page_cache=admission.machine.reading.keep_page_cache,
+            threads=self.config.io_threads,
+            cache_policy=_CACHE_POLICIES[self.platform.kind],
             convert=convert,
             progress=progress,
         )
