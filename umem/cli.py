@@ -143,7 +143,7 @@ def plan(
         }
 
     _show(facts, lambda: Group(plan_table(made), verdict_table(made, machine)), as_json)
-    check_budget(made, budget, lambda: circumstances(machine, here=saved is None))
+    check_budget(made, budget, lambda shortfall: circumstances(machine, shortfall, here=saved is None))
 
 
 @app.command(epilog="Examples:  [bold]umem probe --json[/]   [bold]umem probe --save spark.json[/]")

@@ -192,8 +192,8 @@ def probe(
 
 
 def device_key(facts: PlatformFacts) -> str:
-    """What one device is called by all loads: its place on the bus, else its name in torch."""
-    return facts.driver.bus_id or facts.torch.device
+    """What one device is called by all loads: its number, its place on the bus, else its name in torch."""
+    return facts.driver.uuid or facts.driver.bus_id or facts.torch.device
 
 
 def _supply(
