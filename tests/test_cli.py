@@ -104,6 +104,8 @@ def test_refusals_are_one_message_on_standard_error(model: Path, tmp_path: Path)
         (["load", model, "--wait-for-memory", "a while"], 1, "is no time"),
         (["plan", model, "--platform", tmp_path / "none.json"], 1, "No such file"),
         (["plan", model, "--platform", model / "config.json"], 1, "not a snapshot"),
+        (["plan", model, "--platform", PLATFORMS / "h100.json", "--device", "cpu"], 2, "has a device already"),
+        (["plan", model, "--device", "cuda:77"], 1, "torch cannot use cuda:77"),
         (["probe", "--save", tmp_path / "none" / "x.json"], 2, "No such file"),
         (["load", model, "--dtype", "int3"], 1, "int3"),
         (["load"], 2, "Missing argument"),
