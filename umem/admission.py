@@ -133,30 +133,30 @@ def _claim(plan: LoadPlan, machine: MachineSnapshot, *, taken: float, placed: bo
 
 def refuse_unless_fitting(plan: LoadPlan, machine: MachineSnapshot) -> None:
     """Raise the error that says why `plan` does not fit this machine, which is the one that this process runs on."""
-    check_budget(plan, machine.budget, lambda: circumstances(machine))
+    check_budget(plan, machine.budget, lambda shortfall: circumstances(machine, shortfall))
 
 
-def circumstances(machine: MachineSnapshot, *, here: bool = True) -> Circumstances:
+def circumstances(machine: MachineSnapshot, shortfall: Shortfall, *, here: bool = True) -> Circumstances:
     """What else bears on making a load fit; `here` is False for a machine that is only known from a snapshot."""
     pool = machine.memory.huge_page_pool_bytes or 0
     cache = machine.device_memory.node_active_cache_bytes or 0
     if not here:
         return Circumstances(huge_page_pool_bytes=pool, cache_on_device_bytes=cache)
     return Circumstances(
-        processes=_processes(machine),
+        processes=_processes(machine, shortfall),
         pids_in_group=processes_in_group() if machine.memory.cgroup else frozenset(),
         huge_page_pool_bytes=pool,
         cache_on_device_bytes=cache,
     )
 
 
-def _processes(machine: MachineSnapshot) -> tuple[ProcessMemory, ...]:
-    """Who holds the memory that the model would go to: on shared memory what a process has on both sides."""
-    kind, bus_id = machine.platform.kind, machine.facts.driver.bus_id
-    if kind.has_own_memory:
+def _processes(machine: MachineSnapshot, shortfall: Shortfall) -> tuple[ProcessMemory, ...]:
+    """Who holds the memory that is short: on shared memory with what each has on both sides."""
+    bus_id = machine.facts.driver.bus_id
+    if shortfall.allowance in machine.budget.on_device:
         return device_processes(bus_id)
     in_memory = biggest_processes()
-    if kind is PlatformClass.CPU:
+    if machine.platform.kind is not PlatformClass.UNIFIED:
         return in_memory
     on_device = {process.pid: process for process in device_processes(bus_id)}
     host = {process.pid: process for process in in_memory}

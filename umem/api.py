@@ -114,7 +114,8 @@ def plan(
     ----------
     machine
         Plan for this machine's device instead of one that is here: `umem.MachineSnapshot.load("spark.json")`. Whether
-        the plan fits it is `umem.planning.check_budget(plan, machine.budget)`.
+        the plan fits it says `umem.planning.check_budget(plan, machine.budget)`. A quantized checkpoint whose code asks
+        for hardware still asks the machine that plans.
     """
     _check_dtype(dtype)
     with LoadSession(device=str(device), config=config, machine=machine) as session:

@@ -7,6 +7,7 @@ progress only on a terminal. Exit status: 0 done, 1 refused or failed, 2 used wr
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["app", "main"]
 
 _INTERRUPTED = 130
+_SAY_EVERY_S = 5.0
 
 app = typer.Typer(
     name="umem",
@@ -41,7 +43,7 @@ _Checkpoint = Annotated[str, typer.Argument(metavar="CHECKPOINT", help="A direct
 _Device = Annotated[str, typer.Option(help="Where the model goes: auto, cpu, cuda, cuda:1, mps.")]
 _DType = Annotated[str, typer.Option(help="auto (what the config says), bfloat16, float16, float32.")]
 _Window = Annotated[str | None, typer.Option(help="Cap on all memory besides the model, like 64MiB.")]
-_MemoryBudget = Annotated[str | None, typer.Option(help="What model and window may take together, like 20GiB.")]
+_MemoryBudget = Annotated[str | None, typer.Option(help="What a load may take where the model goes, like 20GiB.")]
 _Wait = Annotated[str | None, typer.Option(help="Wait up to so long, like 60s, for memory to become free.")]
 _Reader = Annotated[str | None, typer.Option(help="How files are read: auto, odirect, dontcache, buffered, mapped.")]
 _Residency = Annotated[str | None, typer.Option(help="owned, or mapped: the model is the files' own pages (cpu).")]
@@ -121,7 +123,13 @@ def plan(
     from umem.planning import check_budget
     from umem.report.table import plan_table, verdict_table
 
+<<<<<<< HEAD
     config = _config(window, memory_budget, reader=reader, residency=residency)
+=======
+    config = _config(window, memory_budget)
+    if platform is not None and device != "auto":
+        raise typer.BadParameter("the machine in --platform has a device already", param_hint="--device")
+>>>>>>> probes
     saved = None if platform is None else MachineSnapshot.load(platform, config)
     made = plan_load(
         checkpoint,
@@ -149,7 +157,7 @@ def plan(
         }
 
     _show(facts, lambda: Group(plan_table(made), verdict_table(made, machine)), as_json)
-    check_budget(made, budget, lambda: circumstances(machine, here=saved is None))
+    check_budget(made, budget, lambda shortfall: circumstances(machine, shortfall, here=saved is None))
 
 
 @app.command(epilog="Examples:  [bold]umem probe --json[/]   [bold]umem probe --save spark.json[/]")
@@ -235,6 +243,7 @@ class _ProgressBar:
     def __init__(self) -> None:
         self._bar: Any = None
         self._task: Any = None
+        self._said_s = -math.inf
 
     def __enter__(self) -> Self:
         if sys.stderr.isatty():
@@ -262,9 +271,14 @@ class _ProgressBar:
         if self._bar is None:
             return
         if progress.waiting:
-            self._bar.console.print(progress.waiting, style="dim", markup=False, highlight=False)
+            self._say_what_it_waits_for(progress)
             return
         window = f"window {format_bytes(progress.window_bytes)}"
         if self._task is None:
             self._task = self._bar.add_task("loading", total=progress.total_bytes, window=window)
         self._bar.update(self._task, completed=progress.read_bytes, total=progress.total_bytes, window=window)
+
+    def _say_what_it_waits_for(self, progress: Progress) -> None:
+        if progress.elapsed_s - self._said_s >= _SAY_EVERY_S:
+            self._said_s = progress.elapsed_s
+            self._bar.console.print(progress.waiting, style="dim", markup=False, highlight=False)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from umem.config import LoadConfig, config_from_environment
-from umem.errors import SnapshotError
+from umem.errors import SnapshotError, UnsupportedError
 from umem.planning import Budget, LargeBlocks, MemorySupply, budget_from
 from umem.probes import (
     DeviceMemory,
@@ -29,7 +29,7 @@ from umem.probes import (
 )
 from umem.reservations import Claim, Reservations
 
-__all__ = ["MachineSnapshot", "Reading", "device_key", "probe"]
+__all__ = ["MachineSnapshot", "Reading", "device_key", "facts_of", "probe"]
 
 _SCHEMA, _VERSION = "umem.probe", 1
 _LARGE_BLOCK_BYTES = 32 << 20
@@ -182,7 +182,7 @@ def probe(
     reservations
         Where other loads say what they will take; the user's own where None.
     """
-    facts = facts or gather_facts(device)
+    facts = facts or facts_of(device)
     platform = classify(facts)
     device_memory = read_device_memory(platform, facts)
     others = (reservations or Reservations.of_this_user()).others()
@@ -191,9 +191,24 @@ def probe(
     return MachineSnapshot.judged(facts, memory, device_memory, others, config or config_from_environment())
 
 
+def facts_of(device: str) -> PlatformFacts:
+    """What every source says of `device`, which torch can use.
+
+    Raises
+    ------
+    UnsupportedError
+        Torch cannot use it.
+    """
+    facts = gather_facts(device)
+    obstacle = facts.torch.failures.get("properties")
+    if obstacle is not None:
+        raise UnsupportedError(f"torch cannot use {facts.torch.device}: {obstacle}; what there is says: umem probe")
+    return facts
+
+
 def device_key(facts: PlatformFacts) -> str:
-    """What one device is called by all loads: its place on the bus, else its name in torch."""
-    return facts.driver.bus_id or facts.torch.device
+    """What one device is called by all loads: its number, its place on the bus, else its name in torch."""
+    return facts.driver.uuid or facts.driver.bus_id or facts.torch.device
 
 
 def _supply(

@@ -39,7 +39,7 @@ class Claim:
     group
         The control group that limits the load, by its directory; None without a limit.
     device_bytes
-        Of devices with memory of their own, by the device's place on the bus or its name.
+        Of devices with memory of their own, by the device's number.
     loads
         The number of loads.
     """

@@ -19,9 +19,9 @@ from umem.checkpoint.pagecache import CachePolicy, cached_bytes_of_files
 from umem.checkpoint.readers import ReaderChoice, choose_readers
 from umem.config import LoadConfig, config_from_environment
 from umem.errors import UmemError
-from umem.machine import MachineSnapshot, probe
+from umem.machine import MachineSnapshot, facts_of, probe
 from umem.planning import Budget, LoadPlan
-from umem.probes import Monitor, PlatformClass, classify, gather_facts
+from umem.probes import Monitor, PlatformClass, classify
 from umem.report.model import LoadReport, Stopwatch
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class LoadSession:
     ) -> None:
         self.config = config or config_from_environment()
         self.stopwatch = Stopwatch()
-        self._facts = machine.facts if machine is not None else gather_facts(device)
+        self._facts = machine.facts if machine is not None else facts_of(device)
         self.platform = classify(self._facts)
         self._progress = progress
         self._monitor: Monitor | None = None

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.writers import random_tensor, write_safetensors
 from umem._types import DType
@@ -41,7 +42,7 @@ def float_plan(directory: Path, device: str = "cpu") -> LoadPlan:
 
 def dequantized_plan(directory: Path) -> LoadPlan:
     """1000 stored bytes that a conversion makes 2000 of."""
-    raw = random_tensor((250,)).view(dtype=__import__("torch").uint8)
+    raw = random_tensor((250,)).view(torch.uint8)
     checkpoint = open_checkpoint(write_safetensors(directory / "q.safetensors", {"q": raw}))
     conversion = Conversion("w", (checkpoint.entries["q"],), ("w",), "dequantized")
     targets = Targets([Target("w", DType.BF16, (1000,))])
@@ -50,7 +51,7 @@ def dequantized_plan(directory: Path) -> LoadPlan:
 
 def refusal(plan: LoadPlan, budget: Budget, **known: object) -> InsufficientMemoryError:
     with pytest.raises(InsufficientMemoryError, match="Nothing was read") as caught:
-        check_budget(plan, budget, lambda: replace(Circumstances(), **known))  # type: ignore[arg-type]
+        check_budget(plan, budget, lambda _: replace(Circumstances(), **known))  # type: ignore[arg-type]
     return caught.value
 
 
@@ -152,3 +153,11 @@ def test_memory_in_pieces_needs_a_reboot_and_nothing_else(tmp_path: Path) -> Non
     )
     assert actions(error) == ["reboot"]
     assert "blocks of 32.00 MiB" in error.source
+
+
+def test_a_card_whose_window_has_no_room(tmp_path: Path) -> None:
+    facts = {"device": "cuda:0", "device_free_bytes": GIB, "device_source": "free memory of cuda:0"}
+    short = budget_from(MemorySupply(available_bytes=64 * MIB + WINDOW - 1, **facts))  # type: ignore[arg-type]
+    error = refusal(float_plan(tmp_path, "cuda:0"), short, processes=(ProcessMemory(5, "a", MIB),))
+    assert (error.needed_bytes, error.available_bytes) == (WINDOW, WINDOW - 1)
+    assert actions(error) == ["stop_process"]

@@ -23,38 +23,30 @@ def absent(name: str) -> Any:
     raise ImportError(f"/home/alice/lib/{name}.so is not there")
 
 
-class Driver:
-    """The driver API of one device: every call gives (status, result)."""
-
-    CUdevice_attribute = SimpleNamespace(
-        CU_DEVICE_ATTRIBUTE_INTEGRATED=18,
-        CU_DEVICE_ATTRIBUTE_PAGEABLE_MEMORY_ACCESS=88,
-        CU_DEVICE_ATTRIBUTE_PAGEABLE_MEMORY_ACCESS_USES_HOST_PAGE_TABLES=100,
+def driver() -> Any:
+    """The driver API of a device: every call gives a status and a result. One attribute fails, some are not known."""
+    attributes = {
+        "CU_DEVICE_ATTRIBUTE_INTEGRATED": (0, 1),
+        "CU_DEVICE_ATTRIBUTE_PAGEABLE_MEMORY_ACCESS": (1, 0),
+        "CU_DEVICE_ATTRIBUTE_PAGEABLE_MEMORY_ACCESS_USES_HOST_PAGE_TABLES": (0, 0),
+    }
+    return SimpleNamespace(
+        CUdevice_attribute=SimpleNamespace(**{name: name for name in attributes}),
+        cuInit=lambda _flags: (0,),
+        cuDeviceGet=lambda index: (0, index),
+        cuDeviceGetName=lambda _length, device: (0, f"device {device}".encode() + bytes(20)),
+        cuDeviceGetPCIBusId=lambda _length, _device: (999, b""),
+        cuDeviceGetUuid=lambda _device: (0, SimpleNamespace(bytes=b"\x01\xff")),
+        cuDeviceTotalMem=lambda _device: (0, 120 * GIB),
+        cuDeviceGetAttribute=lambda attribute, _device: attributes[attribute],
     )
-
-    def cuInit(self, _flags: int) -> tuple[int]:
-        return (0,)
-
-    def cuDeviceGet(self, index: int) -> tuple[int, int]:
-        return 0, index
-
-    def cuDeviceGetName(self, _length: int, device: int) -> tuple[int, bytes]:
-        return 0, f"device {device}".encode() + bytes(20)
-
-    def cuDeviceGetPCIBusId(self, _length: int, _device: int) -> tuple[int, bytes]:
-        return 999, b""
-
-    def cuDeviceTotalMem(self, _device: int) -> tuple[int, int]:
-        return 0, 120 * GIB
-
-    def cuDeviceGetAttribute(self, attribute: int, _device: int) -> tuple[int, int]:
-        return (1, 0) if attribute == 88 else (0, {18: 1, 100: 0}[attribute])
 
 
 def test_the_driver() -> None:
-    facts = read_driver(2, giving(Driver()))
+    facts = read_driver(2, giving(driver()))
     assert (facts.name, facts.total_bytes, facts.integrated, facts.host_page_tables) == ("device 2", 120 * GIB, 1, 0)
     assert (facts.pageable_access, facts.numa_config, facts.bus_id) == (None, None, None)
+    assert facts.uuid == "01ff"
     assert "999" in facts.failures["bus_id"]
     assert "AttributeError" in facts.failures["numa_config"]
     assert "gave 1" in facts.failures["pageable_access"]
@@ -114,46 +106,37 @@ def test_torch_sees_nothing() -> None:
     assert classify(PlatformFacts(torch=facts)).kind is PlatformClass.CPU
 
 
-class Nvml:
-    """NVML as a GB10 answers: a name, an addressing mode, no memory."""
+def refuse(_handle: str) -> Any:
+    raise OSError("Not Supported")
 
-    closed = 0
 
-    def nvmlInit(self) -> None:
-        pass
-
-    def nvmlShutdown(self) -> None:
-        self.closed += 1
-
-    def nvmlDeviceGetHandleByPciBusId(self, bus_id: str) -> str:
-        return bus_id
-
-    def nvmlDeviceGetName(self, _handle: str) -> str:
-        return "NVIDIA GB10"
-
-    def nvmlDeviceGetMemoryInfo(self, _handle: str) -> Any:
-        raise OSError("Not Supported")
-
-    def nvmlDeviceGetAddressingMode(self, _handle: str) -> Any:
-        return SimpleNamespace(value=2)
+def nvml(memory: Callable[[str], Any], closed: list[bool]) -> Any:
+    """NVML of a device that has a name and an addressing mode."""
+    return SimpleNamespace(
+        nvmlInit=lambda: None,
+        nvmlShutdown=lambda: closed.append(True),
+        nvmlDeviceGetHandleByPciBusId=lambda bus_id: bus_id,
+        nvmlDeviceGetName=lambda _handle: "NVIDIA GB10",
+        nvmlDeviceGetMemoryInfo=memory,
+        nvmlDeviceGetAddressingMode=lambda _handle: SimpleNamespace(value=2),
+    )
 
 
 def test_nvml() -> None:
-    nvml = Nvml()
-    facts = read_nvml("0000:01:00.0", giving(nvml))
+    closed: list[bool] = []
+    facts = read_nvml("0000:01:00.0", giving(nvml(refuse, closed)))
     assert (facts.name, facts.total_bytes, facts.addressing_mode) == ("NVIDIA GB10", None, "ats")
     assert facts.failures == {"total_bytes": "OSError: Not Supported"}
-    assert nvml.closed == 1
+    assert closed == [True]
     assert "driver" in read_nvml(None, absent).failures["source"]
     assert "ImportError" in read_nvml("x", absent).failures["source"]
 
 
 def test_a_total_of_zero_is_no_size() -> None:
-    class Zero(Nvml):
-        def nvmlDeviceGetMemoryInfo(self, _handle: str) -> Any:
-            return SimpleNamespace(total=0, free=0, used=0)
+    def zero(_handle: str) -> Any:
+        return SimpleNamespace(total=0, free=0, used=0)
 
-    assert read_nvml("x", giving(Zero())).total_bytes is None
+    assert read_nvml("x", giving(nvml(zero, []))).total_bytes is None
 
 
 def system_tree(root: Path) -> tuple[Path, Path]:

@@ -58,7 +58,7 @@ def test_a_machine_of_the_field(name: str, sixty_gib: Path) -> None:
         check_budget(plan, budget)
         return
     with pytest.raises(InsufficientMemoryError) as caught:
-        check_budget(plan, budget, lambda: circumstances(machine, here=False))
+        check_budget(plan, budget, lambda shortfall: circumstances(machine, shortfall, here=False))
     assert [remedy.action for remedy in caught.value.remedies] == expected["remedies"]
 
 

@@ -238,7 +238,7 @@ def budget_from(supply: MemorySupply, *, reserve_bytes: int | None = None, allow
             supply.claimed_in_group_bytes,
             supply,
         ),
-        _allowance(Limit.POOL, supply.pool_source, supply.pool_bytes, 0, supply.claimed_bytes, supply),
+        _allowance(Limit.POOL, supply.pool_source, supply.pool_bytes, reserve_bytes or 0, supply.claimed_bytes, supply),
     ]
     device_reserve = _DEVICE_RESERVE_BYTES if reserve_bytes is None else reserve_bytes
     device = _allowance(

@@ -31,7 +31,7 @@ class Circumstances:
     Attributes
     ----------
     processes
-        Other processes and what each holds of the memory that is short, largest first.
+        Other processes and what each holds of the memory that is short, the system's or the device's, largest first.
     pids_in_group
         Those in the control group that limits the load.
     huge_page_pool_bytes
@@ -46,13 +46,15 @@ class Circumstances:
     cache_on_device_bytes: int = 0
 
 
-def check_budget(plan: LoadPlan, budget: Budget, circumstances: Callable[[], Circumstances] = Circumstances) -> None:
+def check_budget(
+    plan: LoadPlan, budget: Budget, circumstances: Callable[[Shortfall], Circumstances] = lambda _: Circumstances()
+) -> None:
     """Return if `plan` fits `budget`.
 
     Parameters
     ----------
     circumstances
-        Called only where it does not fit.
+        Called only where it does not fit, and told where.
 
     Raises
     ------
@@ -62,7 +64,7 @@ def check_budget(plan: LoadPlan, budget: Budget, circumstances: Callable[[], Cir
     shortfall = budget.shortfall_of(budget.needs_of(plan))
     if shortfall is None:
         return
-    known = circumstances()
+    known = circumstances(shortfall)
     remedies = list(_remedies(plan, budget, shortfall, known))
     largest = plan.largest_targets()
     raise InsufficientMemoryError(
@@ -80,9 +82,12 @@ def _message(plan: LoadPlan, budget: Budget, shortfall: Shortfall, known: Circum
     forecast, allowance = plan.forecast, shortfall.allowance
     sizes = f"model {format_bytes(forecast.allocated_bytes)}, window {format_bytes(forecast.window_bytes)}"
     where = f" on {budget.device}" if allowance in budget.on_device else ""
-    need = (
-        f"{format_bytes(shortfall.needed_bytes)}{where} ({sizes}, conversions {format_bytes(forecast.scratch_bytes)})"
-    )
+    parts = f"({sizes}, conversions {format_bytes(forecast.scratch_bytes)})"
+    need = f"{format_bytes(shortfall.needed_bytes)}{where} {parts}"
+    if shortfall.is_fragmentation:
+        need = (
+            f"{format_bytes(forecast.peak_bytes)} {parts}, of it {format_bytes(shortfall.needed_bytes)} in large blocks"
+        )
     there = f"{format_bytes(allowance.available_bytes)} are available ({allowance.source})"
     largest = ", ".join(f"{name} ({format_bytes(size)})" for name, size in plan.largest_targets(_SHOWN))
     lines = [f"the load needs {need}; {there}. Nothing was read.", f"  Largest parts: {largest}"]
@@ -186,7 +191,7 @@ def _processes_to_stop(budget: Budget, needs: Needs, shortfall: Shortfall, known
     usable = known.processes
     if shortfall.allowance.limit is Limit.GROUP:
         usable = tuple(process for process in usable if process.pid in known.pids_in_group)
-    side = Limit.SYSTEM if budget.device is None else Limit.DEVICE
+    side = Limit.DEVICE if shortfall.allowance in budget.on_device else Limit.SYSTEM
 
     def suffices(chosen: tuple[ProcessMemory, ...]) -> bool:
         freed = sum(process.nbytes for process in chosen)

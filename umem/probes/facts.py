@@ -75,8 +75,8 @@ class DriverFacts(_Source):
 
     Attributes
     ----------
-    name, bus_id
-        The device's name, and its place on the PCI bus.
+    name, bus_id, uuid
+        The device's name, its place on the PCI bus, and its number; each slice of a divided device has its own.
     total_bytes
         `cuDeviceTotalMem`.
     integrated, pageable_access, host_page_tables, concurrent_managed_access, unified_addressing
@@ -87,6 +87,7 @@ class DriverFacts(_Source):
 
     name: str | None = None
     bus_id: str | None = None
+    uuid: str | None = None
     total_bytes: int | None = None
     integrated: int | None = None
     pageable_access: int | None = None
@@ -191,9 +192,9 @@ class PlatformFacts:
     kernel: KernelFacts = field(default_factory=KernelFacts)
 
     def to_json(self) -> dict[str, Any]:
-        """The facts as JSON values, without the device's place on the bus."""
+        """The facts as JSON values, without the device's number and place on the bus."""
         facts = asdict(self)
-        del facts["driver"]["bus_id"]
+        del facts["driver"]["bus_id"], facts["driver"]["uuid"]
         return facts
 
     @classmethod
@@ -262,6 +263,7 @@ def read_driver(index: int, load: Callable[[str], Any] = import_module) -> Drive
         return asked.record(DriverFacts)
     asked.ask("name", lambda: _text(call("cuDeviceGetName", 96, handle)))
     asked.ask("bus_id", lambda: _text(call("cuDeviceGetPCIBusId", 32, handle)))
+    asked.ask("uuid", lambda: str(call(_uuid_call(driver), handle).bytes.hex()))
     asked.ask("total_bytes", lambda: int(call("cuDeviceTotalMem", handle)))
 
     def attribute(name: str) -> int:
@@ -272,6 +274,11 @@ def read_driver(index: int, load: Callable[[str], Any] = import_module) -> Drive
     for fact, name in _DRIVER_ATTRIBUTES.items():
         asked.ask(fact, partial(attribute, name))
     return asked.record(DriverFacts)
+
+
+def _uuid_call(driver: Any) -> str:
+    """The call that tells slices of one device apart."""
+    return "cuDeviceGetUuid_v2" if hasattr(driver, "cuDeviceGetUuid_v2") else "cuDeviceGetUuid"
 
 
 def _text(raw: Any) -> str:

@@ -138,7 +138,7 @@ def _integrated(facts: PlatformFacts) -> tuple[bool, str, tuple[str, ...]]:
     if _device_total(facts) is not None and _device_total(facts) == facts.kernel.total_bytes and signs:
         evidence = f"{name}: the device's memory is the system's to the byte, and {' and '.join(signs)}"
         return True, evidence, ("nothing says whether the device is integrated",)
-    return False, f"{name}: taken to have memory of its own", ("nothing says whether the device is integrated",)
+    return False, f"{name}: nothing says that it is integrated", ("nothing says whether the device is integrated",)
 
 
 def _signs_of_one_memory(facts: PlatformFacts) -> list[str]:
@@ -161,7 +161,9 @@ def _same(one: int | None, other: int | None, fraction: float) -> bool:
 
 def _unified(facts: PlatformFacts, evidence: str, doubts: tuple[str, ...]) -> Platform:
     device, system = _device_total(facts), facts.kernel.total_bytes
-    if device is not None and system is not None and not _same(device, system, _SAME_FRACTION):
+    is_pool = _same(device, facts.kernel.graphics_pool_bytes, _SAME_FRACTION)  # as AMD's driver tells it
+    known = device is not None and system is not None
+    if known and not is_pool and not _same(device, system, _SAME_FRACTION):
         sizes = f"{format_bytes(device)} of device memory, {format_bytes(system)} of system memory"
         doubts = (*doubts, f"the totals differ: {sizes}; the smaller counts")
     return Platform(
