@@ -123,13 +123,9 @@ def plan(
     from umem.planning import check_budget
     from umem.report.table import plan_table, verdict_table
 
-<<<<<<< HEAD
     config = _config(window, memory_budget, reader=reader, residency=residency)
-=======
-    config = _config(window, memory_budget)
     if platform is not None and device != "auto":
         raise typer.BadParameter("the machine in --platform has a device already", param_hint="--device")
->>>>>>> probes
     saved = None if platform is None else MachineSnapshot.load(platform, config)
     made = plan_load(
         checkpoint,

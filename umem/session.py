@@ -8,6 +8,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
@@ -18,15 +20,29 @@ from umem.checkpoint import Checkpoint, open_checkpoint
 from umem.checkpoint.pagecache import CachePolicy, cached_bytes_of_files
 from umem.checkpoint.readers import ReaderChoice, choose_readers
 from umem.config import LoadConfig, config_from_environment
-from umem.errors import UmemError
+from umem.errors import MemoryOverrunError, UmemError
+from umem.guard import Guard
 from umem.machine import MachineSnapshot, facts_of, probe
-from umem.planning import Budget, LoadPlan
-from umem.probes import Monitor, PlatformClass, classify
+from umem.planning import Budget, Limit, LoadPlan
+from umem.probes import (
+    Expectation,
+    LoadStoppedError,
+    Monitor,
+    PlatformClass,
+    census,
+    classify,
+    device_processes,
+    floors_within,
+    overrun_error,
+    process_name,
+    processes_in_group,
+)
 from umem.report.model import LoadReport, Stopwatch
 
 if TYPE_CHECKING:
     import torch
 
+    from umem.probes.processes import Census
     from umem.strategies import Outcome, Progress
     from umem.strategies.base import Converter
 
@@ -76,6 +92,7 @@ class LoadSession:
         self._outcome: Outcome | None = None
         self._budget = Budget()
         self._readers = ReaderChoice((), "nothing to read")
+        self._guard: Guard | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -85,17 +102,43 @@ class LoadSession:
     ) -> None:
         if self._monitor is not None:
             self._monitor.__exit__(kind, error, trace)
+        if self._guard is not None:
+            self._guard.__exit__(kind, error, trace)
 
     def open(self, path_or_id: str | os.PathLike[str], *, revision: str | None = None) -> Checkpoint:
         """Open the checkpoint, and start to watch memory."""
         with self.stopwatch.phase("open"):
             checkpoint = open_checkpoint(path_or_id, revision=revision)
         paths = [shard.path for shard in checkpoint.shards]
+        if self.config.guard:
+            self._guard = Guard().__enter__()
         self._monitor = Monitor(
-            interval_s=self.config.sample_interval_s, cached_file_bytes=lambda: cached_bytes_of_files(paths)
+            interval_s=self.config.sample_interval_s,
+            cached_file_bytes=lambda: cached_bytes_of_files(paths),
+            device_bytes=self._device_bytes,
+            thresholds=self.config.thresholds,
+            sampled=self._guard.beat if self._guard is not None else lambda: None,
+            take_census=self._census,
         )
         self._monitor.__enter__()
         return checkpoint
+
+    def _device_bytes(self) -> int | None:
+        """What torch holds for this process of a memory that the device shares with the processor."""
+        if self.platform.kind is not PlatformClass.UNIFIED or "torch" not in sys.modules:
+            return None
+        import torch
+
+        if not (self.platform.device.startswith("cuda") and torch.cuda.is_initialized()):
+            return None
+        return torch.cuda.memory_reserved(self.platform.device)
+
+    def _census(self) -> Census:
+        """The memory of other processes; on a shared memory on both sides."""
+        found = Counter(census())
+        if self.platform.kind is PlatformClass.UNIFIED:
+            found.update({process.pid: process.nbytes for process in device_processes(self._facts.driver.bus_id)})
+        return found
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -128,6 +171,8 @@ class LoadSession:
         ------
         InsufficientMemoryError
             It does not fit, also not within the time that it may wait; nothing was read.
+        MemoryOverrunError
+            Memory ran short on the way; everything is freed.
         """
         self._plan = load_plan
         with self.stopwatch.phase("wait"):
@@ -150,8 +195,9 @@ class LoadSession:
         def progress(now: Progress) -> None:
             admission.taken(now.read_bytes / max(1, now.total_bytes))
             if self._progress is not None:
-                self._progress(now)
+                self._progress(now._replace(sample=monitor.samples[-1], verdicts=tuple(monitor.verdicts)))
 
+        monitor = self._watch
         execution = Execution(
             window_bytes=load_plan.forecast.window_bytes,
             block_bytes=self.config.block_bytes,
@@ -160,17 +206,69 @@ class LoadSession:
             cache_policy=_CACHE_POLICIES[self.platform.kind],
             convert=convert,
             progress=progress,
+            watch=monitor,
         )
         outcome = Outcome()
+        self._expect(load_plan)
+        stopped = False
         with self.stopwatch.phase("run"):
             try:
                 execute(load_plan, execution, live=live, outcome=outcome)
+            except LoadStoppedError:
+                stopped = True  # raised below, where no traceback of it keeps what the load had taken
             except BaseException as error:
                 _say_what_is_spoiled(error, outcome.touched & set(live or ()))
                 raise
+        if stopped:
+            overrun = self._overrun()
+            _say_what_is_spoiled(overrun, outcome.touched & set(live or ()))
+            raise overrun
+        monitor.rest()
         self._outcome = outcome
         self._split_run_phase(outcome.seconds)
         return outcome.tensors
+
+    @property
+    def _watch(self) -> Monitor:
+        if self._monitor is None:
+            raise ValueError("there is no open checkpoint to load from")
+        return self._monitor
+
+    def _expect(self, load_plan: LoadPlan) -> None:
+        """Have memory judged by what the load was let in for."""
+        forecast, budget = load_plan.forecast, self._budget
+        is_shared = budget.device is None
+        final = forecast.final_bytes if is_shared else forecast.final_bytes_by_device.get("cpu", 0)
+        expected = Expectation(
+            taken_bytes=budget.needs_of(load_plan).memory_bytes,
+            peak_bytes=final + forecast.window_bytes + forecast.scratch_bytes,
+            allowed_bytes=self.config.memory_budget_bytes if is_shared else None,
+            system_reserve_bytes=budget.reserve_bytes(Limit.SYSTEM),
+            group_reserve_bytes=budget.reserve_bytes(Limit.GROUP),
+            counts_cache=_CACHE_POLICIES[self.platform.kind] is not CachePolicy.KEEP,
+        )
+        self._watch.expect(expected)
+        if self._guard is not None:
+            reserves = {"system": expected.system_reserve_bytes, "group": expected.group_reserve_bytes}
+            thresholds = self.config.thresholds
+            self._guard.arm({name: floors_within(reserve, thresholds).hard for name, reserve in reserves.items()})
+
+    def _overrun(self) -> MemoryOverrunError:
+        """Why the watch stopped the load. Everything that it had taken is free by now, garbage included."""
+        import torch
+
+        gc.collect()
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+        monitor = self._watch
+        verdict = monitor.verdicts[-1]
+        grown = monitor.grown_processes()
+        if monitor.policy.is_in_group(verdict):
+            members = processes_in_group()
+            grown = {pid: count for pid, count in grown.items() if pid in members} or grown
+        if self._guard is not None:
+            grown = {pid: count for pid, count in grown.items() if pid != self._guard.pid}
+        return overrun_error(verdict, monitor.policy, monitor.samples, monitor.verdicts, grown, process_name)
 
     def _waiting(self, now: Waiting) -> None:
         """Tell whoever follows the load what it waits for."""

@@ -1,8 +1,8 @@
 """Runs a plan: allocates final storage, reads blocks in file order by a few threads, delivers them, then the rest.
 
-Everything live besides final storage draws from the window. If anything goes wrong, or the caller interrupts, the
-threads stop at their next block, everything that was taken is let go, and the first error is raised in the caller's
-thread.
+Everything live besides final storage draws from the window. If anything goes wrong, or the caller interrupts, or the
+watch stops the load, the threads stop at their next block, everything that was taken is let go, and the first error is
+raised in the caller's thread. While the watch asks for less, one block is in flight at a time.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -25,10 +25,13 @@ from umem.planning.plan import LoadPlan
 from umem.planning.targets import Target
 from umem.planning.views import View
 from umem.planning.writes import Group, Route, Write
+from umem.probes.monitor import LoadStoppedError, LoadWatch, Unwatched
+from umem.probes.policy import Level, Sample, Verdict
 from umem.strategies.base import Converter, GroupStrategy
 from umem.strategies.blocks import Block, blocks_of
 from umem.strategies.mapped import MappedShards
 from umem.strategies.registry import group_strategy, is_block_route, is_group_route
+from umem.strategies.relief import Relief
 from umem.strategies.storage import Destination, allocate, destination_of, has_own_pages, huge_pages_pay
 from umem.strategies.tiles import TILE_BYTES
 from umem.strategies.window import Window
@@ -42,7 +45,8 @@ _TICK_S = 0.1
 class Progress(NamedTuple):
     """How far a load is: bytes read, of how many, since when, and the bytes live in the window.
 
-    `waiting` says what a load waits for before it reads anything; it is empty from then on.
+    `waiting` says what a load waits for before it reads anything; it is empty from then on. `sample` is memory now, and
+    `verdicts` the changes of level so far, where the load is watched.
     """
 
     read_bytes: int
@@ -50,6 +54,8 @@ class Progress(NamedTuple):
     elapsed_s: float
     window_bytes: int
     waiting: str = ""
+    sample: Sample | None = None
+    verdicts: tuple[Verdict, ...] = ()
 
 
 @dataclass(slots=True)
@@ -98,6 +104,8 @@ class Execution:
         Runs the materialized groups' conversions; needed only where the plan has any.
     progress
         Called about ten times a second, from the calling thread.
+    watch
+        Says when to go on slower, and when to stop.
     """
 
     window_bytes: int
@@ -107,6 +115,7 @@ class Execution:
     cache_policy: CachePolicy = CachePolicy.RESTORE
     convert: Converter | None = None
     progress: Callable[[Progress], None] | None = None
+    watch: LoadWatch = field(default_factory=Unwatched)
 
 
 def execute(
@@ -131,6 +140,8 @@ def execute(
         A file could not be read as planned.
     IncompleteConversionError
         A conversion broke its promise.
+    LoadStoppedError
+        The watch stopped the load.
     """
     outcome = Outcome() if outcome is None else outcome
     run = _Run(plan, execution, outcome)
@@ -159,6 +170,8 @@ class _Run:
         self.factors: dict[str, torch.Tensor] = {}
         shards = plan.checkpoint.shards
         self.alignments = [reader.alignment(shard) for reader, shard in zip(execution.readers, shards, strict=False)]
+        keeps_cache = execution.cache_policy is CachePolicy.RESTORE
+        self._relief = Relief(() if keeps_cache else [shard.path for shard in shards])
         self._started_s = time.perf_counter()
         self._read_bytes = 0
         self._lock = threading.Lock()
@@ -172,6 +185,7 @@ class _Run:
         self.outcome.huge_pages = huge_pages_pay(sum(target.nbytes for target in fresh if target.device == "cpu"))
         residues = self._residues()
         for target in fresh:
+            self._obey()
             tensor = allocate(target, huge_pages=self.outcome.huge_pages, residue=residues.get(target.name, 0))
             self.destinations[target.name] = destination_of(target, tensor)
         self._map()
@@ -220,6 +234,7 @@ class _Run:
                 continue
             if self.execution.convert is None:
                 raise ValueError(f"the plan has the conversion {group.name}, but nobody to run it was given")
+            self._obey()
             strategy: GroupStrategy = group_strategy(group.route)
             self.outcome.touched.update(group.targets)
             given = strategy.run(group, self._read_whole, self.execution.convert, self.window, self.destinations)
@@ -263,7 +278,7 @@ class _Run:
             return
         routes = {write.entry.name: group.route for group in groups for write in group.writes}
         with self._eviction(blocks) as evictions:
-            feeder = Feeder(blocks)
+            feeder = Feeder(blocks, self.execution.watch)
             job = self._job(destinations, routes, evictions, window)
             workers = [Worker(job, feeder) for _ in range(self._workers(len(blocks)))]
             self._wait_for(workers, feeder, window)
@@ -310,7 +325,10 @@ class _Run:
             waiting: set[Future[None]] = {pool.submit(worker.run) for worker in workers}
             try:
                 while waiting:
-                    done, waiting = wait(waiting, timeout=_TICK_S)
+                    alarm = self.execution.watch.alarm
+                    done, _ = wait({*waiting, alarm}, timeout=_TICK_S, return_when=FIRST_COMPLETED)
+                    self._obey()
+                    waiting -= done
                     for future in done:
                         future.result()
                     self._report()
@@ -318,6 +336,13 @@ class _Run:
                 feeder.stop()
                 window.close()
                 raise
+
+    def _obey(self) -> None:
+        """Give back what can be spared where memory is short; end the load where it is over."""
+        if self.execution.watch.level is Level.HARD:
+            raise LoadStoppedError
+        if self.execution.watch.level is Level.SOFT:
+            self._relief.give()
 
     def _report(self) -> None:
         if self.execution.progress is not None:
