@@ -1,4 +1,4 @@
-"""Real limits for tests: memory cgroups, v1 and v2, in which a fresh process runs."""
+"""Real limits for tests: memory cgroups, v1 and v2, in which a fresh process runs, and swap."""
 
 from __future__ import annotations
 
@@ -41,6 +41,29 @@ class MemoryGroup(NamedTuple):
         name = "memory.limit_in_bytes" if self.version == 1 else "memory.max"
         (self.path / name).write_text(str(count))
 
+    def allow_swap(self, count: int, limit: int) -> None:
+        """Let the group swap out `count` bytes; `limit` is its limit on memory, which is set already."""
+        name, value = (
+            ("memory.memsw.limit_in_bytes", limit + count) if self.version == 1 else ("memory.swap.max", count)
+        )
+        (self.path / name).write_text(str(value))
+
+    def enter(self) -> None:
+        """Move the calling process into the group."""
+        (self.path / "cgroup.procs").write_text(str(os.getpid()))
+
+    @property
+    def swapped_bytes(self) -> int:
+        if self.version == 1:
+            return max(0, int((self.path / "memory.memsw.usage_in_bytes").read_text()) - self.used_bytes)
+        return int((self.path / "memory.swap.current").read_text())
+
+    @property
+    def oom_kills(self) -> int:
+        name = "memory.oom_control" if self.version == 1 else "memory.events"
+        counts = dict(line.split() for line in (self.path / name).read_text().splitlines())
+        return int(counts["oom_kill"])
+
     def run(self, code: str, *arguments: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
         """Run Python code in a fresh process of this group."""
         procs = self.path / "cgroup.procs"
@@ -53,6 +76,24 @@ class MemoryGroup(NamedTuple):
             timeout=timeout,
             check=False,
         )
+
+
+@contextmanager
+def swap_file(directory: Path, count: int) -> Iterator[Path]:
+    """Swap of `count` bytes in a file of its own; skips where none can be had."""
+    path = directory / "swap"
+    path.write_bytes(bytes(count))
+    path.chmod(0o600)
+    made = subprocess.run(["mkswap", str(path)], capture_output=True, text=True, check=False)
+    on = subprocess.run(["swapon", str(path)], capture_output=True, text=True, check=False)
+    if made.returncode or on.returncode:
+        path.unlink()
+        pytest.skip(f"no swap can be had: {made.stderr.strip()} {on.stderr.strip()}")
+    try:
+        yield path
+    finally:
+        subprocess.run(["swapoff", str(path)], check=False)
+        path.unlink()
 
 
 @contextmanager

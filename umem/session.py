@@ -257,7 +257,7 @@ class LoadSession:
         """Why the watch stopped the load. Everything that it had taken is free by now, garbage included."""
         import torch
 
-        gc.collect()
+        gc.collect(1)  # a full one holds the interpreter, and the error, for tenths of a second
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
         monitor = self._watch
@@ -265,7 +265,7 @@ class LoadSession:
         grown = monitor.grown_processes()
         if monitor.policy.is_in_group(verdict):
             members = processes_in_group()
-            grown = {pid: count for pid, count in grown.items() if pid in members} or grown
+            grown = {pid: count for pid, count in grown.items() if pid in members}
         if self._guard is not None:
             grown = {pid: count for pid, count in grown.items() if pid != self._guard.pid}
         return overrun_error(verdict, monitor.policy, monitor.samples, monitor.verdicts, grown, process_name)
@@ -295,7 +295,7 @@ class LoadSession:
         if self._monitor is None or self._plan is None or self._outcome is None:
             raise ValueError("there is no finished load to report on")
         self._monitor.__exit__(None, None, None)
-        samples, self._monitor = self._monitor.samples, None
+        monitor, self._monitor = self._monitor, None
         return LoadReport(
             plan=self._plan,
             platform=self.platform,
@@ -307,7 +307,8 @@ class LoadSession:
             huge_pages=self._outcome.huge_pages,
             available_bytes=self._budget.available_bytes,
             available_source=self._budget.source,
-            samples=samples,
+            samples=monitor.samples,
+            verdicts=tuple(monitor.verdicts),
             spans=sorted(self.stopwatch.spans, key=lambda span: span[1]),
         )
 

@@ -1,4 +1,4 @@
-"""Why a load was stopped: what the watch saw, what the load took, what others took, and the error that says so. Pure."""
+"""Why a load was stopped: what the watch saw, what the load and others took, and the error that says so. Pure."""
 
 from __future__ import annotations
 
@@ -77,11 +77,8 @@ def overrun_error(
     """
     end = next((sample for sample in samples if sample.memory.time_s == verdict.time_s), samples[-1])
     taken = _taken(verdict, policy, end)
-    pid = max(grown, key=lambda pid: grown[pid], default=None)
-    process = None
-    if pid is not None and grown[pid] >= max(_WORTH_NAMING_BYTES, taken.others // _SHARE_OF_TAKEN):
-        process = ProcessMemory(pid, name_of(pid), grown[pid])
-    cause = _cause(verdict, taken, process)
+    process = _culprit(taken, grown, name_of)
+    cause = _cause(verdict, taken)
     started_s = samples[0].memory.time_s
     return MemoryOverrunError(
         f"memory ran short and the load was stopped: {verdict.words}. {_blame(taken, process)} "
@@ -106,10 +103,18 @@ def _taken(verdict: Verdict, policy: Policy, end: Sample) -> _Taken:
     return _Taken(own, max(0, max(falls, default=0) - own))
 
 
-def _cause(verdict: Verdict, taken: _Taken, process: ProcessMemory | None) -> Cause:
+def _culprit(taken: _Taken, grown: Mapping[int, int], name_of: Callable[[int], str]) -> ProcessMemory | None:
+    """The process that grew most, if others took memory worth naming and it took a good share of that."""
+    pid = max(grown, key=lambda pid: grown[pid], default=None)
+    if pid is None or min(taken.others, grown[pid]) < max(_WORTH_NAMING_BYTES, taken.others // _SHARE_OF_TAKEN):
+        return None
+    return ProcessMemory(pid, name_of(pid), grown[pid])
+
+
+def _cause(verdict: Verdict, taken: _Taken) -> Cause:
     if verdict.rule in _CAUSE_OF_RATE:
         return _CAUSE_OF_RATE[verdict.rule]
-    if verdict.rule is Rule.OWN or (process is None and taken.others < _WORTH_NAMING_BYTES):
+    if verdict.rule is Rule.OWN or taken.others < _WORTH_NAMING_BYTES:
         return Cause.OWN
     return Cause.OTHER_PROCESS
 

@@ -32,7 +32,7 @@ from umem.strategies.blocks import Block, blocks_of
 from umem.strategies.mapped import MappedShards
 from umem.strategies.registry import group_strategy, is_block_route, is_group_route
 from umem.strategies.relief import Relief
-from umem.strategies.storage import Destination, allocate, destination_of, has_own_pages, huge_pages_pay
+from umem.strategies.storage import Destination, allocate, destination_of, discard, has_own_pages, huge_pages_pay
 from umem.strategies.tiles import TILE_BYTES
 from umem.strategies.window import Window
 from umem.strategies.worker import Feeder, Job, Worker
@@ -167,6 +167,7 @@ class _Run:
         self.plan, self.execution, self.outcome = plan, execution, outcome
         self.window = Window(execution.window_bytes)
         self.destinations: dict[str, Destination] = {}
+        self._fresh: set[str] = set()
         self.factors: dict[str, torch.Tensor] = {}
         shards = plan.checkpoint.shards
         self.alignments = [reader.alignment(shard) for reader, shard in zip(execution.readers, shards, strict=False)]
@@ -184,6 +185,7 @@ class _Run:
         fresh = [target for target in self.plan.filled if target.name in written and target.name not in live]
         self.outcome.huge_pages = huge_pages_pay(sum(target.nbytes for target in fresh if target.device == "cpu"))
         residues = self._residues()
+        self._fresh.update(target.name for target in fresh)
         for target in fresh:
             self._obey()
             tensor = allocate(target, huge_pages=self.outcome.huge_pages, residue=residues.get(target.name, 0))
@@ -332,9 +334,11 @@ class _Run:
                     for future in done:
                         future.result()
                     self._report()
-            except BaseException:
+            except BaseException as error:
                 feeder.stop()
                 window.close()
+                if isinstance(error, LoadStoppedError):
+                    self._discard()
                 raise
 
     def _obey(self) -> None:
@@ -343,6 +347,12 @@ class _Run:
             raise LoadStoppedError
         if self.execution.watch.level is Level.SOFT:
             self._relief.give()
+
+    def _discard(self) -> None:
+        """Give back what final storage holds now: it can be freed only when the reads in flight have ended."""
+        for destination in self.destinations.values():
+            if destination.target.name in self._fresh and has_own_pages(destination.target):
+                discard(destination.tensor)
 
     def _report(self) -> None:
         if self.execution.progress is not None:
