@@ -1,16 +1,23 @@
-"""The monitor records what happens, from before to after."""
+"""The monitor records what happens, from before to after, judges it, and gives the alarm."""
 
 from __future__ import annotations
 
 import mmap
 import time
+from collections.abc import Callable
 
 import pytest
 
-from umem.probes import Monitor
+from umem.config import MIB, Thresholds
+from umem.probes import Expectation, Level, Monitor, Rule, overrun_error
 from umem.report.model import peaks_of
 
-MIB = 1 << 20
+
+def wait_until(true: Callable[[], bool]) -> bool:
+    deadline_s = time.monotonic() + 20
+    while not true() and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    return true()
 
 
 def test_memory_that_comes_and_goes_is_in_the_series() -> None:
@@ -34,3 +41,41 @@ def test_it_ends_with_an_error_inside() -> None:
     count = len(monitor.samples)
     time.sleep(0.03)
     assert len(monitor.samples) == count >= 2
+
+
+def test_the_alarm_is_given_when_memory_is_below_the_floor_and_says_who_grew() -> None:
+    census = {7: 100 * MIB, 8: 50 * MIB}
+    thresholds = Thresholds(floor_bytes=1 << 60, soft_floor_bytes=1 << 60)
+    monitor = Monitor(
+        interval_s=0.01, cached_file_bytes=lambda: None, thresholds=thresholds, take_census=lambda: dict(census)
+    )
+    with monitor:
+        levels = [monitor.level]
+        monitor.expect(Expectation(taken_bytes=0, peak_bytes=0))
+        monitor.alarm.result(timeout=20)
+        grown = monitor.grown_processes()
+    assert [*levels, monitor.level] == [Level.NORMAL, Level.HARD]
+    assert monitor.verdicts[-1].rule is Rule.FLOOR
+    assert grown == {}
+    error = overrun_error(
+        monitor.verdicts[-1], monitor.policy, monitor.samples, monitor.verdicts, {7: 900 * MIB}, lambda pid: "hog"
+    )
+    assert (error.cause, error.rule, error.process) == ("own", "floor", None)  # nothing had gone elsewhere
+    assert "the floor is 1048576.00 TiB" in str(error)
+    assert error.verdicts[-1]["level"] == "hard"
+    assert error.series[0]["time_s"] == 0
+
+
+def test_what_is_slow_to_ask_is_asked_seldom() -> None:
+    asked = []
+
+    def cached() -> int:
+        asked.append(time.monotonic())
+        time.sleep(0.02)
+        return len(asked)
+
+    with Monitor(interval_s=0.002, cached_file_bytes=cached) as monitor:
+        assert wait_until(lambda: len(monitor.samples) > 100)
+        during = len(asked)
+    assert during < 5
+    assert len(asked) == during + 1  # the last sample is exact

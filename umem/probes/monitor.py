@@ -130,6 +130,7 @@ class Monitor:
         with self._lock:
             self.policy.expect(expected, sample)
             self._count_at.append("start")
+        self._take()
 
     def rest(self) -> None:
         """The load has ended."""
