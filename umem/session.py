@@ -302,7 +302,7 @@ class LoadSession:
             reader=self._readers.name,
             reader_reason=self._readers.reason,
             seconds=self.stopwatch.seconds,
-            thread_seconds=self._outcome.thread_seconds,
+            thread_seconds={**self._outcome.thread_seconds, "watch": monitor.cpu_s},
             window_peak_bytes=self._outcome.window_peak_bytes,
             huge_pages=self._outcome.huge_pages,
             available_bytes=self._budget.available_bytes,

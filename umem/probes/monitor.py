@@ -73,6 +73,13 @@ class Monitor:
         Called after each sample, from the monitor's thread.
     take_census
         Gives the memory of other processes; asked when a load begins and when it is stopped.
+
+    Attributes
+    ----------
+    policy, samples, verdicts
+        What judges, the series, and the changes of level.
+    cpu_s
+        Processor time that the thread took; known when the monitor is closed.
     """
 
     def __init__(

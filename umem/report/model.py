@@ -122,7 +122,7 @@ class LoadReport:
     seconds
         Wall time by phase (`PHASES`). Reading and converting casts overlap; both are in `read`.
     thread_seconds
-        Time summed over the reading threads: waiting for bytes, delivering them.
+        Time summed over the reading threads: waiting for bytes, delivering them; and processor time of the watch.
     window_peak_bytes
         The most that was live in the window.
     huge_pages
