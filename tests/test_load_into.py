@@ -160,11 +160,11 @@ def test_a_failure_half_way_from_meta_leaves_meta(tmp_path: Path, monkeypatch: p
     write_safetensors(tmp_path / "m.safetensors", tensors)
     real, calls = os.preadv, []
 
-    def fails_late(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+    def fails_late(descriptor: int, buffers: list[memoryview], offset: int, flags: int = 0) -> int:
         calls.append(offset)
         if offset > 20 << 20:
             raise OSError(5, "Input/output error")
-        return real(descriptor, buffers, offset)
+        return real(descriptor, buffers, offset, flags)
 
     for on_meta in (True, False):
         module = Holder(tensors, "meta" if on_meta else "cpu")

@@ -136,7 +136,13 @@ def plan(
             Target(entry.name, entry.dtype, entry.shape, session.platform.device)
             for entry in checkpoint.entries.values()
         )
-        return make_plan(checkpoint, targets, by_name(checkpoint, targets), window_bytes=session.config.window_bytes)
+        return make_plan(
+            checkpoint,
+            targets,
+            by_name(checkpoint, targets),
+            window_bytes=session.config.window_bytes,
+            residency=session.config.residency,
+        )
 
 
 def _check_dtype(dtype: str | torch.dtype) -> None:
@@ -222,6 +228,7 @@ def load_into(
                 live=live.keys(),
                 allow_missing=allow_missing,
                 allow_unexpected=allow_unexpected,
+                residency=session.config.residency,
             )
         filled = {target.name for target in load_plan.filled}
         tensors = session.run(load_plan, live={name: tensor for name, tensor in live.items() if name in filled})

@@ -45,6 +45,8 @@ _DType = Annotated[str, typer.Option(help="auto (what the config says), bfloat16
 _Window = Annotated[str | None, typer.Option(help="Cap on all memory besides the model, like 64MiB.")]
 _MemoryBudget = Annotated[str | None, typer.Option(help="What a load may take where the model goes, like 20GiB.")]
 _Wait = Annotated[str | None, typer.Option(help="Wait up to so long, like 60s, for memory to become free.")]
+_Reader = Annotated[str | None, typer.Option(help="How files are read: auto, odirect, dontcache, buffered, mapped.")]
+_Residency = Annotated[str | None, typer.Option(help="owned, or mapped: the model is the files' own pages (cpu).")]
 _Missing = Annotated[list[str] | None, typer.Option(help="Pattern of parameters that may be absent, like 'score.*'.")]
 _Unexpected = Annotated[list[str] | None, typer.Option(help="Pattern of stored tensors that may be left out.")]
 _Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")]
@@ -62,6 +64,8 @@ def load(
     window: _Window = None,
     memory_budget: _MemoryBudget = None,
     wait_for_memory: _Wait = None,
+    reader: _Reader = None,
+    residency: _Residency = None,
     allow_missing: _Missing = None,
     allow_unexpected: _Unexpected = None,
     revision: _Revision = None,
@@ -81,7 +85,7 @@ def load(
             dtype=dtype,
             allow_missing=allow_missing or (),
             allow_unexpected=allow_unexpected or (),
-            config=_config(window, memory_budget, wait_for_memory),
+            config=_config(window, memory_budget, reader, residency, wait_for_memory),
             progress=bar.update,
             return_report=True,
             **_host_settings(revision, trust_remote_code),
@@ -101,6 +105,8 @@ def plan(
     platform: Annotated[
         Path | None, typer.Option(help="Plan for the machine in this file, saved there by umem probe --save.")
     ] = None,
+    reader: _Reader = None,
+    residency: _Residency = None,
     allow_missing: _Missing = None,
     allow_unexpected: _Unexpected = None,
     revision: _Revision = None,
@@ -117,7 +123,7 @@ def plan(
     from umem.planning import check_budget
     from umem.report.table import plan_table, verdict_table
 
-    config = _config(window, memory_budget)
+    config = _config(window, memory_budget, reader, residency)
     if platform is not None and device != "auto":
         raise typer.BadParameter("the machine in --platform has a device already", param_hint="--device")
     saved = None if platform is None else MachineSnapshot.load(platform, config)
@@ -143,7 +149,7 @@ def plan(
                 "source": budget.source,
                 "fits": budget.shortfall_of(budget.needs_of(made)) is None,
             },
-            "reading": {"reader": reading.reader, "keep_page_cache": reading.keep_page_cache},
+            "reading": {"reader": reading.reader, "page_cache": str(reading.page_cache)},
         }
 
     _show(facts, lambda: Group(plan_table(made), verdict_table(made, machine)), as_json)
@@ -190,8 +196,14 @@ def main() -> NoReturn:
     sys.exit(status)
 
 
-def _config(window: str | None, memory_budget: str | None, wait_for_memory: str | None = None) -> LoadConfig:
-    config = config_from_environment()
+def _config(
+    window: str | None,
+    memory_budget: str | None,
+    reader: str | None,
+    residency: str | None,
+    wait_for_memory: str | None = None,
+) -> LoadConfig:
+    config = config_from_environment().with_changes(reader=reader, residency=residency)
     if window is not None:
         wanted = parse_bytes(window)
         config = replace(config, window_bytes=wanted, block_bytes=min(config.block_bytes, max(1, wanted // 8)))

@@ -9,12 +9,13 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from typing import Any
 
 from umem._types import format_bytes, parse_bytes, parse_seconds
 from umem.errors import ConfigError
 
-__all__ = ["MIB", "LoadConfig", "config_from_environment"]
+__all__ = ["MIB", "LoadConfig", "Residency", "config_from_environment"]
 
 MIB = 1 << 20
 
@@ -29,7 +30,15 @@ _VARIABLES = {
     "UMEM_IO_THREADS": "io_threads",
     "UMEM_READER": "reader",
     "UMEM_WAIT_FOR_MEMORY": "wait_for_memory_s",
+    "UMEM_RESIDENCY": "residency",
 }
+
+
+class Residency(StrEnum):
+    """Where the final tensors live: in memory of their own, or in the files' own pages."""
+
+    OWNED = "owned"
+    MAPPED = "mapped"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,7 +52,7 @@ class LoadConfig:
     block_bytes
         The size of one read.
     io_threads
-        Threads that read and scatter. None: two to four, by the number of cores.
+        Threads that read and scatter. None: two to four, by the reader and the number of cores.
     memory_budget_bytes
         What the load may take where the model goes: on shared memory and on the processor model and window together,
         on a device with memory of its own the device's. None: what the machine has available.
@@ -54,6 +63,9 @@ class LoadConfig:
         How long a load that does not fit waits for memory to become free, in seconds, before it is refused.
     reader
         The name of the reader, or `auto`.
+    residency
+        `owned`: the model has memory of its own. `mapped`: it is the files' own pages, read when they are used; for
+        models on the processor that are stored as they are used.
     sample_interval_s
         Seconds between two memory samples of the report.
     """
@@ -65,6 +77,7 @@ class LoadConfig:
     reserve_bytes: int | None = None
     wait_for_memory_s: float = 0.0
     reader: str = "auto"
+    residency: Residency = Residency.OWNED
     sample_interval_s: float = 0.05
 
     def __post_init__(self) -> None:
@@ -81,13 +94,10 @@ class LoadConfig:
                 raise ConfigError(f"{name}={value}: a size in bytes is not negative")
         if not 0 <= self.wait_for_memory_s < math.inf:
             raise ConfigError(f"wait_for_memory_s={self.wait_for_memory_s}: a time in seconds, 0 for no waiting")
+        if self.residency not in tuple(Residency):
+            raise ConfigError(f"residency={self.residency!r}: {' or '.join(Residency)}")
         if self.sample_interval_s <= 0:
             raise ConfigError(f"sample_interval_s={self.sample_interval_s}: must be positive")
-
-    @property
-    def threads(self) -> int:
-        """The number of threads that read: as set, else two to four by the number of cores."""
-        return self.io_threads or min(4, max(2, os.cpu_count() or 2))
 
     def with_changes(self, **changes: Any) -> LoadConfig:
         """A copy with some fields replaced; fields given as None keep their value."""

@@ -67,7 +67,7 @@ class LoadSession:
         self._plan: LoadPlan | None = None
         self._outcome: Outcome | None = None
         self._budget = Budget()
-        self._readers = ReaderChoice((), "")
+        self._readers = ReaderChoice((), "nothing to read")
 
     def __enter__(self) -> Self:
         return self
@@ -126,7 +126,8 @@ class LoadSession:
             admission = Admission.of(load_plan, self._facts, self.config, waiting=self._waiting)
         with admission:
             self._budget = admission.machine.budget
-            self._readers = choose_readers(self.config.reader, load_plan.checkpoint.shards)
+            if load_plan.forecast.read_bytes:
+                self._readers = choose_readers(self.config.reader, load_plan.checkpoint.shards)
             return self._execute(load_plan, admission, convert, live)
 
     def _execute(
@@ -146,9 +147,9 @@ class LoadSession:
         execution = Execution(
             window_bytes=load_plan.forecast.window_bytes,
             block_bytes=self.config.block_bytes,
-            threads=self.config.threads,
             readers=self._readers.readers,
-            keep_page_cache=admission.machine.reading.keep_page_cache,
+            threads=self.config.io_threads,
+            cache_policy=admission.machine.reading.page_cache,
             convert=convert,
             progress=progress,
         )

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from umem.checkpoint.pagecache import DropBehind, cached_bytes, cached_bytes_of_files, evict
+from umem.checkpoint.pagecache import DropBehind, cached_bytes, cached_bytes_of_files, cached_ranges, evict
 
 MIB = 1 << 20
 
@@ -32,7 +32,7 @@ def test_counts_ranges(cached_file: int) -> None:
 
 
 def test_eviction_up_to_a_point_and_whole(cached_file: int) -> None:
-    evict(cached_file, 8 * MIB)
+    evict(cached_file, end=8 * MIB)
     assert cached_bytes(cached_file, 0, 8 * MIB) == 0
     assert cached_bytes(cached_file, 8 * MIB) == 8 * MIB
     evict(cached_file)
@@ -53,3 +53,33 @@ def test_drop_behind_follows_the_blocks_that_are_done_in_order(cached_file: int)
     assert cached_bytes(cached_file) == 4 * MIB
     behind.close()
     assert cached_bytes(cached_file) == 0
+
+
+def test_ranges_that_are_cached(cached_file: int) -> None:
+    path = f"/proc/self/fd/{cached_file}"
+    assert cached_ranges(path) == [range(16 * MIB)]
+    evict(cached_file, 6 * MIB, 10 * MIB)
+    assert cached_ranges(path) == [range(6 * MIB), range(10 * MIB, 16 * MIB)]
+    evict(cached_file)
+    assert cached_ranges(path) == []
+    assert cached_ranges("/does/not/exist") is None
+
+
+def test_ranges_that_were_cached_before_are_kept_by_drop_behind(cached_file: int) -> None:
+    kept = [range(2 * MIB, 6 * MIB), range(14 * MIB, 16 * MIB)]
+    behind = DropBehind(f"/proc/self/fd/{cached_file}", [4 * MIB, 8 * MIB, 16 * MIB], kept)
+    behind.block_done(0)
+    assert cached_bytes(cached_file, 0, 2 * MIB) == 0
+    behind.block_done(1)
+    assert cached_bytes(cached_file) == 12 * MIB
+    behind.close()
+    assert cached_ranges(f"/proc/self/fd/{cached_file}") == kept
+
+
+def test_the_page_cache_of_a_file_that_has_gone_is_nobodys(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(MIB))
+    behind = DropBehind(str(path), [MIB])
+    path.unlink()
+    behind.block_done(0)
+    behind.close()

@@ -5,8 +5,10 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import subprocess
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Self
 
 import pytest
 
@@ -95,7 +97,16 @@ def test_a_file_that_is_gone(reader: Reader, shard: Shard) -> None:
         fill(reader, shard, 0, [1])
 
 
-def test_short_reads_and_interrupts(reader: Reader, shard: Shard, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(params=sorted(READERS.keys() - {"mapped"}))
+def calling_reader(request: pytest.FixtureRequest, shard: Shard) -> Reader:
+    """A reader that reads by system calls, which may fail or fall short."""
+    reader = READERS[request.param]
+    if reader.why_not(shard):
+        pytest.skip(f"{reader.name}: {reader.why_not(shard)}")
+    return reader
+
+
+def test_short_reads_and_interrupts(calling_reader: Reader, shard: Shard, monkeypatch: pytest.MonkeyPatch) -> None:
     real, calls = os.preadv, []
 
     def a_little(descriptor: int, buffers: Sequence[memoryview], offset: int, flags: int = 0) -> int:
@@ -103,17 +114,17 @@ def test_short_reads_and_interrupts(reader: Reader, shard: Shard, monkeypatch: p
         return real(descriptor, [buffers[0][:4096]], offset, flags)
 
     monkeypatch.setattr(os, "preadv", a_little)
-    assert fill(reader, shard, 3, [12_500, 10, 7_000]) == content(shard)[3 : 3 + 19_510]
+    assert fill(calling_reader, shard, 3, [12_500, 10, 7_000]) == content(shard)[3 : 3 + 19_510]
     assert len(calls) > 3
 
 
-def test_an_error_of_the_drive(reader: Reader, shard: Shard, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_the_drive(calling_reader: Reader, shard: Shard, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: object) -> int:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(os, "preadv", fails)
     with pytest.raises(ReadError, match="Input/output error") as caught:
-        fill(reader, shard, 0, [10])
+        fill(calling_reader, shard, 0, [10])
     assert caught.value.path == shard.path
 
 
@@ -159,7 +170,7 @@ def test_what_reads_past_the_page_cache_leaves_nothing_there(shard: Shard) -> No
         if cached_bytes_of_files([shard.path]) != 0 or reader.why_not(shard):
             pytest.skip("the kernel or file system cannot show it")
         fill(reader, shard, 0, [SIZE])
-        assert bool(cached_bytes_of_files([shard.path])) is reader.fills_page_cache
+        assert bool(cached_bytes_of_files([shard.path])) is reader.leaves_page_cache
 
 
 def test_the_choice_follows_the_page_cache(shard: Shard) -> None:
@@ -186,10 +197,79 @@ def test_file_systems_without_direct_reads(shard: Shard, monkeypatch: pytest.Mon
     monkeypatch.setattr(os, "open", refuses)
     monkeypatch.setattr("umem.checkpoint.readers.cached_bytes_of_files", lambda _paths: 0)
     choice = choose_readers("auto", [shard])
-    assert choice.name == "buffered"
+    assert choice.name == ("buffered" if READERS["dontcache"].why_not(shard) else "dontcache")
     assert "refuses O_DIRECT (Invalid argument)" in choice.reason
     with pytest.raises(ConfigError, match="Invalid argument"):
         choose_readers("odirect", [shard])
+
+
+def test_an_error_of_the_drive_behind_a_mapping(shard: Shard, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What would be a SIGBUS at the first touch is an error of the call that faults the pages in."""
+
+    class Broken(mmap.mmap):
+        def madvise(self, *_: int) -> None:
+            raise OSError(errno.EFAULT, os.strerror(errno.EFAULT))
+
+    monkeypatch.setattr(mmap, "mmap", Broken)
+    with pytest.raises(ReadError, match="Bad address") as caught:
+        fill(READERS["mapped"], shard, 0, [10])
+    assert caught.value.path == shard.path
+    assert "Bad address" in str(READERS["mapped"].why_not(shard))
+
+
+def test_little_is_mapped_at_a_time(shard: Shard, monkeypatch: pytest.MonkeyPatch) -> None:
+    mapped: list[int] = []
+
+    class Counted(mmap.mmap):
+        def __new__(cls, descriptor: int, length: int, *rest: int, **named: int) -> Self:
+            assert not mapped, "two at a time"
+            assert length <= BLOCK + mmap.PAGESIZE
+            mapped.append(length)
+            return super().__new__(cls, descriptor, length, *rest, **named)
+
+        def __exit__(self, *facts: object) -> None:
+            super().__exit__(*facts)
+            mapped.clear()
+
+    monkeypatch.setattr(mmap, "mmap", Counted)
+    assert fill(READERS["mapped"], shard, 11, [SIZE - 20]) == content(shard)[11 : SIZE - 9]
+
+
+def test_kernels_without_dontcache(shard: Shard, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.preadv
+
+    def refuses(descriptor: int, buffers: Sequence[memoryview], offset: int, flags: int = 0) -> int:
+        if flags:
+            raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+        return real(descriptor, buffers, offset, flags)
+
+    monkeypatch.setattr(os, "preadv", refuses)
+    assert "Operation not supported" in str(READERS["dontcache"].why_not(shard))
+
+
+@pytest.mark.parametrize("kind", ["tmpfs", "overlay"])
+def test_other_file_systems(tmp_path: Path, kind: str) -> None:
+    """Whatever `auto` takes there reads the file; `odirect` reads it or says why not."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting needs root")
+    mount = tmp_path / "mount"
+    parts = {name: tmp_path / name for name in ("lowerdir", "upperdir", "workdir")}
+    for part in (mount, *parts.values()):
+        part.mkdir()
+    options = ",".join(f"{name}={part}" for name, part in parts.items()) if kind == "overlay" else "size=16m"
+    command = ["mount", "-t", kind, kind, "-o", options, str(mount)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"{kind} cannot be mounted here: {done.stderr.strip()}")
+    try:
+        path = mount / "shard"
+        path.write_bytes(os.urandom(SIZE))
+        shard = Shard.of(str(path), path.stat())
+        for reader in choose_readers("auto", [shard]).readers + tuple(READERS.values()):
+            if not reader.why_not(shard):
+                assert fill(reader, shard, 5, [SIZE - 5]) == content(shard)[5:]
+    finally:
+        subprocess.run(["umount", str(mount)], check=True)
 
 
 def test_names_of_readers(shard: Shard) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from umem.checkpoint.pagecache import CachePolicy
 from umem.config import LoadConfig
 from umem.machine import MachineSnapshot
 from umem.probes import (
@@ -120,7 +121,7 @@ def test_not_being_integrated_does_not_keep_page_cache_out_of_the_device() -> No
     assert found.budget.available_bytes == 22 * GIB - 256 * MIB
     assert found.budget.tightest_in_memory is not None
     assert found.budget.tightest_in_memory.available_bytes == 78 * GIB - 64 * MIB
-    assert not found.reading.keep_page_cache
+    assert found.reading.page_cache is CachePolicy.DROP
 
 
 def test_the_memory_of_the_system_is_not_the_memory_of_a_card() -> None:

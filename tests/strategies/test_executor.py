@@ -19,7 +19,7 @@ from umem._types import DType
 from umem.adapters.layout import stored
 from umem.checkpoint import Checkpoint, open_checkpoint
 from umem.checkpoint.entries import Shard
-from umem.checkpoint.pagecache import cached_bytes_of_files, evict
+from umem.checkpoint.pagecache import CachePolicy, cached_bytes_of_files, cached_ranges, evict
 from umem.checkpoint.readers import READERS, ReadHandle
 from umem.errors import ReadError, TruncatedFileError
 from umem.planning import LoadPlan
@@ -43,7 +43,9 @@ class Failing:
     """A reader whose reads fail from some byte on, or call something."""
 
     name = "failing"
-    fills_page_cache = False
+    uses_page_cache = False
+    leaves_page_cache = False
+    usual_threads = 2
 
     def __init__(self, from_byte: int, error: BaseException) -> None:
         self.from_byte, self.error = from_byte, error
@@ -127,10 +129,10 @@ def test_a_file_cut_short_after_it_was_planned(shards: Checkpoint) -> None:
 def test_the_drive_fails(shards: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.preadv
 
-    def fails_later(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
+    def fails_later(descriptor: int, buffers: Sequence[memoryview], offset: int, flags: int = 0) -> int:
         if offset > 10 * MIB:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return real(descriptor, buffers, offset)
+        return real(descriptor, buffers, offset, flags)
 
     monkeypatch.setattr(os, "preadv", fails_later)
     with pytest.raises(ReadError, match="Input/output error"):
@@ -185,8 +187,10 @@ def test_pages_of_cold_files_are_not_left_behind(shards: Checkpoint) -> None:
         os.close(descriptor)
     run_plan(identity_plan(shards))
     assert (cached_bytes_of_files(paths) or 0) < MIB
-    run_plan(identity_plan(shards), keep_page_cache=True)
+    run_plan(identity_plan(shards), cache_policy=CachePolicy.KEEP)
     assert (cached_bytes_of_files(paths) or 0) > 15 * MIB
+    run_plan(identity_plan(shards), cache_policy=CachePolicy.DROP, reader=READERS["odirect"])
+    assert (cached_bytes_of_files(paths) or 0) < MIB
 
 
 def test_pages_of_cached_files_stay(shards: Checkpoint) -> None:
@@ -198,6 +202,22 @@ def test_pages_of_cached_files_stay(shards: Checkpoint) -> None:
     before = cached_bytes_of_files(paths)
     run_plan(identity_plan(shards))
     assert cached_bytes_of_files(paths) == before
+
+
+@pytest.mark.parametrize("reader", ["buffered", "dontcache", "mapped"])
+def test_a_cache_that_held_a_part_holds_that_part_again(tmp_path: Path, reader: str) -> None:
+    path = write_safetensors(tmp_path / "m.safetensors", {"w": random_tensor((3, 1024, 1024), torch.float32)})
+    if cached_ranges(str(path)) is None or READERS[reader].why_not(open_checkpoint(path).shards[0]):
+        pytest.skip("the kernel or file system cannot show it")
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    evict(descriptor)
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)  # no reading ahead
+    os.preadv(descriptor, [bytearray(4 * MIB)], 4 * MIB)
+    os.close(descriptor)
+    before = cached_ranges(str(path))
+    run_plan(identity_plan(open_checkpoint(path)), reader=READERS[reader])
+    assert cached_ranges(str(path)) == before == [range(4 * MIB, 8 * MIB)]
 
 
 def test_a_small_window_still_loads_everything(shards: Checkpoint) -> None:
@@ -238,9 +258,9 @@ def test_loads_side_by_side(shards: Checkpoint) -> None:
 def test_a_slow_drive_can_be_interrupted(shards: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.preadv
 
-    def slow(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
+    def slow(descriptor: int, buffers: Sequence[memoryview], offset: int, flags: int = 0) -> int:
         time.sleep(0.2)
-        return real(descriptor, buffers, offset)
+        return real(descriptor, buffers, offset, flags)
 
     calls = 0
 

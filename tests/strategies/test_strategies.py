@@ -137,8 +137,8 @@ def test_a_conversion_that_breaks_its_promise(tmp_path: Path, given: dict[str, t
     assert (caught.value.conversion, caught.value.targets) == ("scaled", ("out",))
 
 
-def test_every_route_has_one_strategy() -> None:
-    assert {*BLOCK_STRATEGIES, *GROUP_STRATEGIES} == set(Route)
+def test_every_route_that_moves_bytes_has_one_strategy() -> None:
+    assert {*BLOCK_STRATEGIES, *GROUP_STRATEGIES, Route.MAPPED} == set(Route)
     assert all(strategy.route is route for route, strategy in BLOCK_STRATEGIES.items())
     assert all(strategy.route is route for route, strategy in GROUP_STRATEGIES.items())
 

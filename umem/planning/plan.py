@@ -13,9 +13,11 @@ from typing import Any
 
 from umem._types import DType
 from umem.checkpoint.entries import Checkpoint, Entry
+from umem.config import Residency
 from umem.errors import CoverageError, KeyMismatchError, ShapeMismatch
 from umem.planning.coverage import prove_coverage
 from umem.planning.keys import near_names, without
+from umem.planning.residency import as_mapped
 from umem.planning.targets import Target, Targets
 from umem.planning.views import View
 from umem.planning.writes import Adaptation, Conversion, Group, Route, Write
@@ -39,7 +41,7 @@ class Forecast:
     allocated_bytes_by_place
         The part of it that is not there yet, by device and dtype.
     window_bytes
-        The cap on everything else that is live.
+        The cap on everything else that is live; 0 where nothing is read because all targets stay mapped.
     scratch_bytes
         The largest materialized group's need beyond the window (an estimate: its owner's code decides), and the
         factors by which streamed tensors are multiplied.
@@ -169,6 +171,7 @@ def make_plan(
     live: Collection[str] = (),
     allow_missing: Sequence[str] = (),
     allow_unexpected: Sequence[str] = (),
+    residency: Residency = Residency.OWNED,
 ) -> LoadPlan:
     """Prove that `adaptation` fills every target exactly once, and forecast what that takes.
 
@@ -180,11 +183,15 @@ def make_plan(
         Targets, by first name, whose storage is there already.
     allow_missing, allow_unexpected
         Shell-style patterns of target names that may stay unfilled, and of stored names that may be left unread.
+    residency
+        Whether the targets get memory of their own or stay mapped.
 
     Raises
     ------
     KeyMismatchError
         Names, shapes or dtypes differ; nothing is missing from its lists.
+    UnsupportedError
+        The targets cannot stay mapped.
     CoverageError
         The adapter left out or doubled elements.
     """
@@ -204,6 +211,8 @@ def make_plan(
         raise KeyMismatchError(missing=missing, unexpected=unexpected, mismatched=mismatched, near=near)
     _prove_all(writes_of, targets, converted)
     groups = _groups(writes, adaptation.conversions, targets)
+    if residency == Residency.MAPPED:
+        groups = as_mapped(groups, targets, live)
     return LoadPlan(
         checkpoint=checkpoint,
         targets=targets,
@@ -303,21 +312,23 @@ def _in_file_order(entries: Iterable[Entry]) -> tuple[Entry, ...]:
 
 
 def _forecast(groups: Collection[Group], targets: Targets, window_bytes: int, live: Collection[str]) -> Forecast:
+    mapped = {targets[name].name for group in groups if group.route is Route.MAPPED for name in group.targets}
     written = {targets[name].name for group in groups for name in group.targets}
+    moved = [group for group in groups if group.route is not Route.MAPPED]
     by_device: Counter[str] = Counter()
     by_place: Counter[tuple[str, DType]] = Counter()
     for name in written:
         target = targets[name]
         by_device[target.device] += target.nbytes
-        if name not in live:
+        if name not in live and name not in mapped:
             by_place[target.device, target.dtype] += target.nbytes
     final_bytes = by_device.total()
     return Forecast(
         final_bytes=final_bytes,
         allocated_bytes_by_place=dict(by_place),
-        window_bytes=window_bytes,
+        window_bytes=window_bytes if moved or not groups else 0,
         scratch_bytes=_scratch_bytes(groups),
-        read_bytes=sum(group.read_bytes for group in groups),
+        read_bytes=sum(group.read_bytes for group in moved),
         final_bytes_by_device=dict(by_device),
     )
 

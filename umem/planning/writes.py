@@ -17,6 +17,7 @@ class Route(StrEnum):
     DIRECT = "direct"
     STREAMING = "streaming"
     MATERIALIZED = "materialized"
+    MAPPED = "mapped"
 
 
 class Factor(NamedTuple):

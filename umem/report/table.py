@@ -99,8 +99,7 @@ def machine_table(machine: MachineSnapshot) -> RenderableType:
     if budget.device is not None:
         facts.add_row("and beside it", _words(budget.tightest_in_memory))
     reading = machine.reading
-    kept = "may stay in the page cache" if reading.keep_page_cache else "leave no page cache behind"
-    facts.add_row("files", f"read by {reading.reader} when not cached; {kept}")
+    facts.add_row("files", f"read by {reading.reader} when not cached; page cache: {reading.page_cache}")
     return facts
 
 

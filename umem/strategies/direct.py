@@ -7,6 +7,7 @@ import torch
 from umem.planning.views import View
 from umem.planning.writes import Route
 from umem.strategies.storage import Destination, raw_dtype
+from umem.strategies.tiles import copy_view
 
 __all__ = ["DirectStrategy"]
 
@@ -28,4 +29,5 @@ class DirectStrategy:
         if factor is not None:
             raise ValueError("the direct route moves bytes; it cannot multiply")
         items = staged.view(raw_dtype(staged.element_size()))
-        destination.region(view, raw=True).copy_(items.as_strided(source.shape, source.strides, source.offset))
+        region = destination.region(view, raw=True)
+        copy_view(region, items.as_strided(source.shape, source.strides, source.offset))

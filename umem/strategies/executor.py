@@ -19,16 +19,18 @@ from typing import NamedTuple
 import torch
 
 from umem.checkpoint.entries import Entry
-from umem.checkpoint.pagecache import DropBehind
-from umem.checkpoint.readers import Reader, mostly_cached
+from umem.checkpoint.pagecache import CachePolicy, DropBehind, cached_ranges
+from umem.checkpoint.readers import Reader
 from umem.planning.plan import LoadPlan
 from umem.planning.targets import Target
 from umem.planning.views import View
 from umem.planning.writes import Group, Route, Write
 from umem.strategies.base import Converter, GroupStrategy
 from umem.strategies.blocks import Block, blocks_of
-from umem.strategies.registry import group_strategy, is_block_route
+from umem.strategies.mapped import MappedShards
+from umem.strategies.registry import group_strategy, is_block_route, is_group_route
 from umem.strategies.storage import Destination, allocate, destination_of, has_own_pages, huge_pages_pay
+from umem.strategies.tiles import TILE_BYTES
 from umem.strategies.window import Window
 from umem.strategies.worker import Feeder, Job, Worker
 
@@ -84,12 +86,14 @@ class Execution:
 
     Attributes
     ----------
-    window_bytes, block_bytes, threads
+    window_bytes, block_bytes
         As in the settings.
     readers
         The reader of each shard.
-    keep_page_cache
-        Whether the files' pages may stay in the page cache.
+    threads
+        How many read; None for as many as the readers like.
+    cache_policy
+        What stays in the page cache of the files that are read.
     convert
         Runs the materialized groups' conversions; needed only where the plan has any.
     progress
@@ -98,9 +102,9 @@ class Execution:
 
     window_bytes: int
     block_bytes: int
-    threads: int
     readers: Sequence[Reader]
-    keep_page_cache: bool = False
+    threads: int | None = None
+    cache_policy: CachePolicy = CachePolicy.RESTORE
     convert: Converter | None = None
     progress: Callable[[Progress], None] | None = None
 
@@ -134,7 +138,7 @@ def execute(
         with torch.no_grad():
             run.place(live or {})
             run.read_factors()
-            run.pump(plan.groups, run.destinations, phase="read")
+            run.pump([group for group in plan.groups if is_block_route(group.route)], run.destinations, phase="read")
             run.convert()
     except BaseException:
         run.destinations.clear()  # a kept traceback must not keep the model's memory
@@ -162,23 +166,37 @@ class _Run:
     def place(self, live: Mapping[str, torch.Tensor]) -> None:
         """Give every target a destination that is live or filled by writes; conversions bring storage of their own."""
         started_s = time.perf_counter()
-        written = {self.plan.targets[name].name for group in self.plan.groups if group.writes for name in group.targets}
+        blocks = (group for group in self.plan.groups if is_block_route(group.route))
+        written = {self.plan.targets[name].name for group in blocks for name in group.targets}
         fresh = [target for target in self.plan.filled if target.name in written and target.name not in live]
         self.outcome.huge_pages = huge_pages_pay(sum(target.nbytes for target in fresh if target.device == "cpu"))
         residues = self._residues()
         for target in fresh:
             tensor = allocate(target, huge_pages=self.outcome.huge_pages, residue=residues.get(target.name, 0))
             self.destinations[target.name] = destination_of(target, tensor)
+        self._map()
         for name, tensor in live.items():
             self.destinations[name] = destination_of(self.plan.targets[name], tensor)
         self.outcome.seconds["allocate"] = time.perf_counter() - started_s
+
+    def _map(self) -> None:
+        """Give the targets of the mapped route their pages of the files."""
+        mapped = MappedShards()
+        for group in self.plan.groups:
+            if group.route is Route.MAPPED:
+                write = group.writes[0]
+                target = self.plan.targets[write.target]
+                tensor = mapped.tensor(self.plan.checkpoint.shards[write.entry.shard], write.entry, target)
+                self.destinations[target.name] = destination_of(target, tensor)
 
     def _residues(self) -> dict[str, int]:
         """By target, where in a page its storage begins so that most of its bytes lie congruent to the file."""
         votes: dict[str, Counter[int]] = {}
         for group in self.plan.groups:
+            if group.route is not Route.DIRECT:
+                continue
             alignment = self.alignments[group.entries[0].shard]
-            if alignment == 1 or group.route is not Route.DIRECT:
+            if alignment == 1:
                 continue
             for write in group.writes:
                 target = self.plan.targets[write.target]
@@ -198,7 +216,7 @@ class _Run:
         """Run the materialized groups, one at a time."""
         started_s = time.perf_counter()
         for group in self.plan.groups:
-            if is_block_route(group.route):
+            if not is_group_route(group.route):
                 continue
             if self.execution.convert is None:
                 raise ValueError(f"the plan has the conversion {group.name}, but nobody to run it was given")
@@ -241,6 +259,8 @@ class _Run:
         started_s = time.perf_counter()
         window = window or self.window
         blocks = blocks_of(groups, self.execution.block_bytes)
+        if not blocks:
+            return
         routes = {write.entry.name: group.route for group in groups for write in group.writes}
         with self._eviction(blocks) as evictions:
             feeder = Feeder(blocks)
@@ -276,13 +296,14 @@ class _Run:
 
     def _workers(self, blocks: int) -> int:
         """As many threads as there is window for: each may hold a staged block and as much page cache."""
-        return max(1, min(self.execution.threads, blocks, self.window.cap_bytes // self.block_cost))
+        wanted = self.execution.threads or max(reader.usual_threads for reader in self.execution.readers)
+        return max(1, min(wanted, blocks, self.window.cap_bytes // self.block_cost))
 
     @property
     def block_cost(self) -> int:
-        """What a block in flight may hold besides final storage: staging, and the page cache that it fills."""
-        fills = any(reader.fills_page_cache for reader in self.execution.readers)
-        return (2 if fills else 1) * self.execution.block_bytes
+        """What a block in flight may hold besides final storage: staging, a tile, the page cache that it fills."""
+        cached = any(reader.uses_page_cache for reader in self.execution.readers)
+        return (2 if cached else 1) * self.execution.block_bytes + TILE_BYTES
 
     def _wait_for(self, workers: list[Worker], feeder: Feeder, window: Window) -> None:
         with ThreadPoolExecutor(len(workers), thread_name_prefix="umem-read") as pool:
@@ -313,15 +334,27 @@ class _Run:
 
     @contextlib.contextmanager
     def _eviction(self, blocks: Sequence[Block]) -> Iterator[dict[int, DropBehind]]:
-        """By shard, the eviction behind its readers; nothing for files that were in the page cache before."""
-        evictions: dict[int, DropBehind] = {}
+        """By shard, the eviction behind its readers."""
         ends: dict[int, list[int]] = {}
         for block in blocks:
-            if self.execution.readers[block.shard].fills_page_cache and not self.execution.keep_page_cache:
-                ends.setdefault(block.shard, []).append(block.end)
+            ends.setdefault(block.shard, []).append(block.end)
         with contextlib.ExitStack() as stack:
+            evictions = {}
             for index, shard_ends in ends.items():
-                shard = self.plan.checkpoint.shards[index]
-                if not mostly_cached(shard):
-                    evictions[index] = stack.enter_context(contextlib.closing(DropBehind(shard.path, shard_ends)))
+                kept = self._kept(index)
+                if kept is not None:
+                    behind = DropBehind(self.plan.checkpoint.shards[index].path, shard_ends, kept)
+                    evictions[index] = stack.enter_context(contextlib.closing(behind))
             yield evictions
+
+    def _kept(self, shard: int) -> list[range] | None:
+        """The parts of a shard's page cache that stay while the rest is evicted; None: nothing needs to be evicted."""
+        match self.execution.cache_policy:
+            case CachePolicy.KEEP:
+                return None
+            case CachePolicy.DROP:
+                return []
+            case CachePolicy.RESTORE:
+                if not self.execution.readers[shard].leaves_page_cache:
+                    return None
+                return cached_ranges(self.plan.checkpoint.shards[shard].path) or []

@@ -7,6 +7,7 @@ import torch
 from umem.planning.views import View
 from umem.planning.writes import Route
 from umem.strategies.storage import Destination
+from umem.strategies.tiles import copy_view
 
 __all__ = ["StreamingStrategy"]
 
@@ -26,6 +27,6 @@ class StreamingStrategy:
     ) -> None:
         """Cast a view of `staged` into a view of `destination`, and multiply it there by `factor`."""
         region = destination.region(view, raw=False)
-        region.copy_(staged.as_strided(source.shape, source.strides, source.offset))
+        copy_view(region, staged.as_strided(source.shape, source.strides, source.offset))
         if factor is not None:
             region.mul_(factor.to(region.device, region.dtype))

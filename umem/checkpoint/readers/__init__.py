@@ -9,13 +9,19 @@ from typing import NamedTuple
 from umem.checkpoint.entries import Shard
 from umem.checkpoint.pagecache import cached_bytes_of_files
 from umem.checkpoint.readers.base import Reader, ReadHandle
-from umem.checkpoint.readers.buffered import BufferedReader
+from umem.checkpoint.readers.buffered import BufferedReader, DontCacheReader
+from umem.checkpoint.readers.mapped import MappedReader
 from umem.checkpoint.readers.odirect import ODirectReader
 from umem.errors import ConfigError
 
-__all__ = ["READERS", "ReadHandle", "Reader", "ReaderChoice", "choose_readers", "mostly_cached"]
+__all__ = ["READERS", "ReadHandle", "Reader", "ReaderChoice", "choose_readers"]
 
-READERS: dict[str, Reader] = {reader.name: reader for reader in (BufferedReader(), ODirectReader())}
+READERS: dict[str, Reader] = {
+    reader.name: reader for reader in (BufferedReader(), DontCacheReader(), MappedReader(), ODirectReader())
+}
+
+#: For files that are not in the page cache, the best first: filling the page cache costs more than the reading.
+_PAST_THE_PAGE_CACHE = (ODirectReader.name, DontCacheReader.name)
 
 
 class ReaderChoice(NamedTuple):
@@ -52,17 +58,14 @@ def choose_readers(name: str, shards: Sequence[Shard]) -> ReaderChoice:
     return ReaderChoice((reader,) * len(shards), "as set")
 
 
-def mostly_cached(shard: Shard) -> bool:
-    """Whether more than half of the file is in the page cache; False where that is unknown."""
-    cached = cached_bytes_of_files([shard.path])
-    return cached is not None and 2 * cached > shard.size_bytes
-
-
 def _pick(shard: Shard) -> tuple[Reader, str]:
-    if mostly_cached(shard):
+    cached = cached_bytes_of_files([shard.path])
+    if cached is not None and 2 * cached > shard.size_bytes:
         return READERS[BufferedReader.name], "in the page cache already"
-    direct = READERS[ODirectReader.name]
-    obstacle = direct.why_not(shard)
-    if obstacle:
-        return READERS[BufferedReader.name], obstacle
-    return direct, "not in the page cache"
+    reasons = ["not in the page cache"]
+    for name in _PAST_THE_PAGE_CACHE:
+        obstacle = READERS[name].why_not(shard)
+        if obstacle is None:
+            return READERS[name], ", ".join(reasons)
+        reasons.append(obstacle)
+    return READERS[BufferedReader.name], ", ".join(reasons)

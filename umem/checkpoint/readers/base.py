@@ -14,9 +14,24 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from umem.checkpoint.entries import Shard
-from umem.errors import ReadError, TruncatedFileError
+from umem.errors import CheckpointError, ReadError, TruncatedFileError
 
-__all__ = ["ReadHandle", "Reader", "address_of", "ended_early", "move_bytes", "open_shard", "read_failed"]
+__all__ = [
+    "COPYING_THREADS",
+    "WAITING_THREADS",
+    "ReadHandle",
+    "Reader",
+    "address_of",
+    "cause_of",
+    "ended_early",
+    "move_bytes",
+    "open_shard",
+    "read_failed",
+]
+
+#: Threads of a reader that spends its time copying out of the page cache, and of one that waits for the drive.
+COPYING_THREADS = min(4, max(2, os.cpu_count() or 2))
+WAITING_THREADS = 4
 
 #: Below this, giving the lock back costs more than the copy.
 _LOCKED_BYTES = 16 * 1024
@@ -47,12 +62,18 @@ class Reader(Protocol):
     ----------
     name
         How a user asks for it.
-    fills_page_cache
-        Whether what it reads goes through the page cache.
+    uses_page_cache
+        Whether what it reads goes through the page cache, and takes room there for as long as it is being read.
+    leaves_page_cache
+        Whether it stays there until somebody evicts it.
+    usual_threads
+        How many threads read well with it: those that wait for a drive want company, those that copy want a core.
     """
 
     name: str
-    fills_page_cache: bool
+    uses_page_cache: bool
+    leaves_page_cache: bool
+    usual_threads: int
 
     def open(self, shard: Shard, block_bytes: int) -> contextlib.AbstractContextManager[ReadHandle]:
         """The shard, opened for reads of at most `block_bytes`.
@@ -102,6 +123,12 @@ def move_bytes(destination: memoryview, source: memoryview) -> None:
 def read_failed(path: str, offset: int, error: OSError) -> ReadError:
     """The error for a system call that failed."""
     return ReadError(f"reading at byte {offset} failed: {error.strerror}", path=path)
+
+
+def cause_of(error: CheckpointError) -> str:
+    """What the system said, where the error comes from it."""
+    cause = error.__cause__
+    return str(cause.strerror if isinstance(cause, OSError) else error)
 
 
 def ended_early(path: str, offset: int) -> TruncatedFileError:

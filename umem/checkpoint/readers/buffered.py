@@ -1,4 +1,8 @@
-"""`preadv` through the page cache, straight into the given buffers. Works on every file system; fast when warm."""
+"""`preadv` through the page cache, straight into the given buffers: fast when warm, and on every file system.
+
+`DontCacheReader` reads the same way and has the kernel drop behind itself what it had to bring in (RWF_DONTCACHE, Linux
+6.14, on file systems that know it). Pages that were cached before stay, so the cache is left as it was, to the page.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +11,12 @@ import os
 from collections.abc import Sequence
 
 from umem.checkpoint.entries import Shard
-from umem.checkpoint.readers.base import ended_early, open_shard, read_failed
+from umem.checkpoint.readers.base import COPYING_THREADS, cause_of, ended_early, open_shard, read_failed
+from umem.errors import CheckpointError
 
-__all__ = ["BufferedReader"]
+__all__ = ["BufferedReader", "DontCacheReader"]
 
+_RWF_DONTCACHE = 0x80
 _MOST_BUFFERS = os.sysconf("SC_IOV_MAX") if hasattr(os, "preadv") else 1
 
 
@@ -18,12 +24,14 @@ class BufferedReader:
     """Reads through the page cache."""
 
     name = "buffered"
-    fills_page_cache = True
+    uses_page_cache = True
+    leaves_page_cache = True
+    usual_threads = COPYING_THREADS
 
-    def open(self, shard: Shard, block_bytes: int) -> contextlib.closing[_BufferedHandle]:
+    def open(self, shard: Shard, block_bytes: int) -> contextlib.closing[_Handle]:
         """The shard, opened; its reads may be of any length."""
         del block_bytes
-        return contextlib.closing(_BufferedHandle(shard))
+        return contextlib.closing(_Handle(shard, flags=0))
 
     def alignment(self, shard: Shard) -> int:
         """Any memory is filled alike."""
@@ -34,9 +42,40 @@ class BufferedReader:
         """It reads every file."""
 
 
-class _BufferedHandle:
-    def __init__(self, shard: Shard) -> None:
+class DontCacheReader:
+    """Reads through the page cache and leaves nothing there."""
+
+    name = "dontcache"
+    uses_page_cache = True
+    leaves_page_cache = False
+    usual_threads = COPYING_THREADS
+
+    def open(self, shard: Shard, block_bytes: int) -> contextlib.closing[_Handle]:
+        """The shard, opened; its reads may be of any length."""
+        del block_bytes
+        return contextlib.closing(_Handle(shard, flags=_RWF_DONTCACHE))
+
+    def alignment(self, shard: Shard) -> int:
+        """Any memory is filled alike."""
+        del shard
+        return 1
+
+    def why_not(self, shard: Shard) -> str | None:
+        """Whether kernel and file system know the flag; they say so at the first read."""
+        if not hasattr(os, "preadv"):
+            return "the system has no preadv"
+        try:
+            with self.open(shard, 1) as handle:
+                handle.fill(0, [memoryview(bytearray(min(1, shard.size_bytes)))])
+        except CheckpointError as error:
+            return f"the system refuses RWF_DONTCACHE ({cause_of(error)})"
+        return None
+
+
+class _Handle:
+    def __init__(self, shard: Shard, *, flags: int) -> None:
         self._path = shard.path
+        self._flags = flags
         self._descriptor = open_shard(shard)
 
     def fill(self, offset: int, buffers: Sequence[memoryview]) -> None:
@@ -53,7 +92,7 @@ class _BufferedHandle:
 
     def _read(self, offset: int, buffers: Sequence[memoryview]) -> int:
         try:
-            count = os.preadv(self._descriptor, buffers, offset)
+            count = os.preadv(self._descriptor, buffers, offset, self._flags)
         except OSError as error:
             raise read_failed(self._path, offset, error) from error
         if count == 0:

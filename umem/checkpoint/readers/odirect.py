@@ -16,7 +16,15 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from umem.checkpoint.entries import Shard
-from umem.checkpoint.readers.base import address_of, ended_early, move_bytes, open_shard, read_failed
+from umem.checkpoint.readers.base import (
+    WAITING_THREADS,
+    address_of,
+    cause_of,
+    ended_early,
+    move_bytes,
+    open_shard,
+    read_failed,
+)
 from umem.errors import CheckpointError
 
 __all__ = ["ODirectReader"]
@@ -39,7 +47,9 @@ class ODirectReader:
     """Reads past the page cache."""
 
     name = "odirect"
-    fills_page_cache = False
+    uses_page_cache = False
+    leaves_page_cache = False
+    usual_threads = WAITING_THREADS
 
     def open(self, shard: Shard, block_bytes: int) -> contextlib.closing[_ODirectHandle]:
         """The shard, opened; a read of more than `block_bytes` goes in several spans."""
@@ -58,8 +68,7 @@ class ODirectReader:
             with self.open(shard, _USUAL_ALIGNMENT) as handle:
                 handle.fill(0, [memoryview(bytearray(min(1, shard.size_bytes)))])
         except CheckpointError as error:
-            cause = error.__cause__
-            return f"the file system refuses O_DIRECT ({cause.strerror if isinstance(cause, OSError) else error})"
+            return f"the file system refuses O_DIRECT ({cause_of(error)})"
         return None
 
 

@@ -45,6 +45,7 @@ class TransformersLoad:
                 window_bytes=self._session.config.window_bytes,
                 allow_missing=self._allow_missing,
                 allow_unexpected=self._allow_unexpected,
+                residency=self._session.config.residency,
             )
 
     def run(self, model: Any, load_config: Any) -> LoadStateDictInfo:

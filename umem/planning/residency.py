@@ -1,0 +1,73 @@
+"""Residency: whether the final tensors own their memory, or are the file's own pages, mapped.
+
+A mapped model is there at once and takes no memory of its own: a page is read when it is first used, and the kernel may
+drop it again. It needs every tensor to be stored as it is used, on the processor. What is decided here is which are;
+the mapping itself is `strategies.mapped`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+
+from umem._types import format_bytes
+from umem.errors import UnsupportedError
+from umem.planning.targets import Target, Targets
+from umem.planning.views import View
+from umem.planning.writes import Group, Route, Write
+
+__all__ = ["as_mapped"]
+
+_SHOWN = 3
+
+
+def as_mapped(groups: Collection[Group], targets: Targets, live: Collection[str]) -> tuple[Group, ...]:
+    """The groups, each on the mapped route.
+
+    Raises
+    ------
+    UnsupportedError
+        A tensor cannot be the file's own pages; the message says which and why.
+    """
+    obstacles: dict[str, str] = {}
+    for group in groups:
+        obstacle = _obstacle(group, targets, live)
+        if obstacle:
+            obstacles[group.name] = obstacle
+    if obstacles:
+        raise UnsupportedError(_refusal(obstacles, groups))
+    return tuple(group._replace(route=Route.MAPPED, reason="the file's own pages") for group in groups)
+
+
+def _obstacle(group: Group, targets: Targets, live: Collection[str]) -> str | None:
+    if group.route is not Route.DIRECT:
+        return group.reason
+    if len(group.writes) != 1:
+        return "it fills several tensors"
+    write = group.writes[0]
+    target = targets[write.target]
+    if target.name in live:
+        return "it is there already, in memory of its own"
+    if target.device.partition(":")[0] != "cpu":
+        return f"it goes to {target.device}"
+    return _layout_obstacle(write, target)
+
+
+def _layout_obstacle(write: Write, target: Target) -> str | None:
+    itemsize = write.entry.dtype.itemsize
+    if not write.source.runs_row_major() or write.destination != View.whole(target.shape):
+        return "it is stored in another layout than the model's"
+    if write.source.items * itemsize != write.entry.nbytes:
+        return "the model takes only a part of it"
+    if write.entry.nbytes and write.entry.start % itemsize:
+        return f"it lies at byte {write.entry.start} of its file, which is no multiple of its items' {itemsize}"
+    return None
+
+
+def _refusal(obstacles: Mapping[str, str], groups: Iterable[Group]) -> str:
+    refused_bytes = sum(group.read_bytes for group in groups if group.name in obstacles)
+    shown = "; ".join(f"{name}: {why}" for name, why in list(obstacles.items())[:_SHOWN])
+    more = f"; and {len(obstacles) - _SHOWN} more" if len(obstacles) > _SHOWN else ""
+    return (
+        f"the model cannot stay mapped: {len(obstacles)} of its tensors ({format_bytes(refused_bytes)}) are not stored"
+        f" as they are used ({shown}{more}); use residency='owned'"
+    )
