@@ -176,6 +176,7 @@ def test_a_node_of_the_devices_size_stands_in_for_a_driver_that_cannot_be_asked(
         Node(number=0, total_bytes=480 * GIB, has_processors=True),
         Node(number=2, total_bytes=31 * GIB, has_processors=False),
     )
-    facts = PlatformFacts(torch=CARD.torch, kernel=replace(CARD.kernel, nodes=nodes))
+    facts = PlatformFacts(torch=CARD.torch, kernel=replace(CARD.kernel, nodes=nodes, machine="aarch64"))
     platform = classify(facts)
     assert (platform.kind, platform.node) == (PlatformClass.COHERENT_NUMA, 2)
+    assert classify(changed(facts, kernel={"machine": "x86_64"})).kind is PlatformClass.DISCRETE
