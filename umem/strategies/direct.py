@@ -28,4 +28,5 @@ class DirectStrategy:
         if factor is not None:
             raise ValueError("the direct route moves bytes; it cannot multiply")
         items = staged.view(raw_dtype(staged.element_size()))
-        destination.region(view, raw=True).copy_(items.as_strided(source.shape, source.strides, source.offset))
+        start = items.storage_offset() + source.offset
+        destination.region(view, raw=True).copy_(items.as_strided(source.shape, source.strides, start))

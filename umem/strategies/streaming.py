@@ -26,6 +26,7 @@ class StreamingStrategy:
     ) -> None:
         """Cast a view of `staged` into a view of `destination`, and multiply it there by `factor`."""
         region = destination.region(view, raw=False)
-        region.copy_(staged.as_strided(source.shape, source.strides, source.offset))
+        start = staged.storage_offset() + source.offset
+        region.copy_(staged.as_strided(source.shape, source.strides, start))
         if factor is not None:
             region.mul_(factor.to(region.device, region.dtype))
