@@ -66,7 +66,10 @@ class Model:
 
 
 def make_model(directory: Path, first: str, second: str, *, only: str = "") -> Model:
-    """Large, small, misaligned, strided, cast, scaled and split tensors on two devices, and some on the processor."""
+    """Large, small, misaligned, strided, cast, scaled and split tensors on two devices, and some on the processor.
+
+    They are written to `directory` if that is empty.
+    """
     kinds = {
         "large": [(f"large{i}", random_tensor((300_000,), torch.float32, i)) for i in range(6)],
         "small": [(f"small{i}", random_tensor((64 + 8 * i,), torch.bfloat16, i)) for i in range(60)],
@@ -81,8 +84,10 @@ def make_model(directory: Path, first: str, second: str, *, only: str = "") -> M
     chosen = {kind: dict(named) for kind, named in kinds.items() if only in ("", kind)}
     everything = [pair for named in chosen.values() for pair in named.items()]
     half = len(everything) // 2
-    # The second file has the order turned, so that other neighbours meet.
-    checkpoint = open_checkpoint(write_sharded(directory, [dict(everything[:half]), dict(everything[: half - 1 : -1])]))
+    if not any(directory.iterdir()):
+        # The second file has the order turned, so that other neighbours meet.
+        write_sharded(directory, [dict(everything[:half]), dict(everything[: half - 1 : -1])])
+    checkpoint = open_checkpoint(directory)
     return _Build(checkpoint, {n: t for named in chosen.values() for n, t in named.items()}, first, second).model()
 
 

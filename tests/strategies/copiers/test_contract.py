@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.strategies.copiers.late_device import LANDINGS, LateDevice, LateStream
 from tests.strategies.copiers.models import KIND, FakeMachine, Model, make_model
@@ -37,9 +36,15 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     assert request.param == "refusing" or late.registrations > 1
 
 
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the files of whole models are."""
+    return tmp_path_factory.mktemp("model")
+
+
 @pytest.fixture
-def model(tmp_path: Path, device: str) -> Model:
-    return make_model(tmp_path, f"{device}:0", f"{device}:0")
+def model(files: Path, device: str) -> Model:
+    return make_model(files, f"{device}:0", f"{device}:0")
 
 
 @pytest.mark.parametrize("reader", ["buffered", "odirect"])
@@ -86,8 +91,8 @@ def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[LateDevice]:
 
 
 @pytest.fixture
-def late_model(tmp_path: Path, late: LateDevice) -> Model:
-    return make_model(tmp_path, f"{KIND}:0", f"{KIND}:1")
+def late_model(files: Path, late: LateDevice) -> Model:
+    return make_model(files, f"{KIND}:0", f"{KIND}:1")
 
 
 def run_late(model: Model, threads: int = 2) -> list[str]:
@@ -99,7 +104,7 @@ def run_late(model: Model, threads: int = 2) -> list[str]:
 def test_two_devices_and_the_processor_share_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     late = LateDevice("seeded", seed)
     with FakeMachine(late, monkeypatch):
-        assert not run_late(make_model(tmp_path, f"{KIND}:0", f"{KIND}:1"), threads=4)
+        assert not run_late(make_model(files, f"{KIND}:0", f"{KIND}:1"), threads=4)
     assert len({id(stream) for stream in late.streams if stream.issued}) >= 2
     assert not late.faults
 
@@ -179,11 +184,10 @@ def test_neighbours_go_over_in_one_copy(tmp_path: Path, late: LateDevice) -> Non
     assert [stream.copies for stream in late.streams] == [len(model.checkpoint.shards)]
 
 
-def test_a_kind_without_a_ring_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kind_without_a_ring_is_said(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     late = LateDevice("latest")
     with FakeMachine(late, monkeypatch, registered=False):
-        model = make_model(tmp_path, f"{KIND}:0", f"{KIND}:0")
+        model = make_model(files, f"{KIND}:0", f"{KIND}:0")
         outcome = run_plan(model.plan, window_bytes=WINDOW, block_bytes=BLOCK)
     assert not model.differing(outcome.tensors)
     assert (outcome.copier, outcome.copier_reason) == ("plain", "there is no ring for fake devices")
-    assert torch.is_tensor(next(iter(outcome.tensors.values())))
