@@ -101,7 +101,7 @@ def run_late(model: Model, threads: int = 2) -> list[str]:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_two_devices_and_the_processor_share_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+def test_two_devices_and_the_processor_share_blocks(files: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     late = LateDevice("seeded", seed)
     with FakeMachine(late, monkeypatch):
         assert not run_late(make_model(files, f"{KIND}:0", f"{KIND}:1"), threads=4)

@@ -170,8 +170,8 @@ class _Lane:
             if straight:
                 yield _Straight(part.start, part.end, straight)
             elif writes:
-                pieces = [] if run is None else run.pieces
-                run = _Staged(part.start if run is None else run.start, part.end, [*pieces, (part, writes)])
+                run = _Staged(part.start, part.end, []) if run is None else run._replace(end=part.end)
+                run.pieces.append((part, writes))
         if run is not None:
             yield run
 
