@@ -280,8 +280,9 @@ def load_adapter(
     is added to the rows of the weight, in the dtypes and the order of operations of peft 0.21 (the product in fp32
     where the adapter is; rounded to the weight's dtype once, by the addition, and before it for embeddings and
     experts). DoRA: (W + BA) times magnitude / norm, in tiles of whole rows. Where a weight fits into one tile
-    (some MiB) the bits are peft's, and so they usually are in several; a matrix product of few rows may be summed in
-    another order, which moves an element by at most 16 eps, in 16-bit dtypes 1 eps, of the weight's largest. Live
+    (some MiB) the bits are peft's, and so they usually are in several. A matrix product of few rows, and on some
+    processors one that peft does as a convolution, may be summed in another order, which moves an element by at most
+    16 eps, in 16-bit dtypes 1 eps, of the weight's largest. Live
     besides the model are one weight's factors and a tile, within the window.
 
     Parameters

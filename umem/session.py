@@ -219,6 +219,8 @@ class LoadSession:
             platform=self.platform,
             reader=self._readers.name,
             reader_reason=self._readers.reason,
+            copier=self._outcome.copier,
+            copier_reason=self._outcome.copier_reason,
             seconds=self.stopwatch.seconds,
             thread_seconds=self._outcome.thread_seconds,
             window_peak_bytes=self._outcome.window_peak_bytes,
