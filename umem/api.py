@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 from umem._types import DType
 from umem.checkpoint import Checkpoint
+from umem.checkpoint.stores import store_of
+from umem.checkpoint.urls import plain_path
 from umem.config import LoadConfig
 from umem.errors import ConfigError, KeyMismatchError
 from umem.planning import Adaptation, LoadPlan, Target, Targets, make_plan, targets_of_module
@@ -136,11 +138,13 @@ def _check_dtype(dtype: str | torch.dtype) -> None:
 
 
 def _has_model_config(path_or_id: str | os.PathLike[str]) -> bool:
-    path = os.fspath(path_or_id)
-    if not os.path.exists(path):
+    path = plain_path(os.fspath(path_or_id))
+    store = store_of(path)
+    kind = store.kind(path)
+    if kind is None:
         return True
-    directory = path if os.path.isdir(path) else os.path.dirname(path)
-    return os.path.exists(os.path.join(directory, "config.json"))
+    directory = path if kind == "directory" else store.parent(path)
+    return store.kind(store.joined(directory, "config.json")) == "file"
 
 
 def _host(name: str) -> Any:

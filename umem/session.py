@@ -37,6 +37,9 @@ ProgressCallback = Callable[["Progress"], None]
 _RESERVE_BYTES = 64 * MIB
 _UNIFIED_RESERVE_FRACTION = 0.04
 
+#: Reads in flight from URLs, where the window has room for so many blocks.
+_REMOTE_THREADS = 16
+
 
 @dataclass(frozen=True, slots=True)
 class MachineSnapshot:
@@ -126,7 +129,7 @@ class LoadSession:
         """Open the checkpoint, and start to watch memory."""
         with self.stopwatch.phase("open"):
             checkpoint = open_checkpoint(path_or_id, revision=revision)
-        paths = [shard.path for shard in checkpoint.shards]
+        paths = [shard.path for shard in checkpoint.shards if not shard.is_remote]
         self._monitor = Monitor(
             interval_s=self.config.sample_interval_s, cached_file_bytes=lambda: cached_bytes_of_files(paths)
         )
@@ -174,7 +177,7 @@ class LoadSession:
         execution = Execution(
             window_bytes=load_plan.forecast.window_bytes,
             block_bytes=self.config.block_bytes,
-            threads=self.config.threads,
+            threads=self._threads(load_plan.checkpoint),
             readers=self._readers.readers,
             keep_page_cache=self.platform.kind is PlatformClass.DISCRETE,
             convert=convert,
@@ -190,6 +193,11 @@ class LoadSession:
         self._outcome = outcome
         self._split_run_phase(outcome.seconds)
         return outcome.tensors
+
+    def _threads(self, checkpoint: Checkpoint) -> int:
+        """As set, or by where the files are: threads that wait for a network take no processor."""
+        remote = any(shard.is_remote for shard in checkpoint.shards)
+        return self.config.io_threads or (_REMOTE_THREADS if remote else self.config.threads)
 
     def _split_run_phase(self, seconds: Mapping[str, float]) -> None:
         """The executor times its own phases; put them in the place of the one around it."""

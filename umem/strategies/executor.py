@@ -271,14 +271,14 @@ class _Run:
         )
 
     def _workers(self, blocks: int) -> int:
-        """As many threads as there is window for: each may hold a staged block and as much page cache."""
+        """As many threads as there is window for: each may hold a staged block, and as much again."""
         return max(1, min(self.execution.threads, blocks, self.window.cap_bytes // self.block_cost))
 
     @property
     def block_cost(self) -> int:
-        """What a block in flight may hold besides final storage: staging, and the page cache that it fills."""
-        fills = any(reader.fills_page_cache for reader in self.execution.readers)
-        return (2 if fills else 1) * self.execution.block_bytes
+        """What a block in flight may hold besides final storage: staging, and page cache or a reply from afar."""
+        twice = any(reader.fills_page_cache or reader.holds_replies for reader in self.execution.readers)
+        return (2 if twice else 1) * self.execution.block_bytes
 
     def _wait_for(self, workers: list[Worker], feeder: Feeder, window: Window) -> None:
         with ThreadPoolExecutor(len(workers), thread_name_prefix="umem-read") as pool:
@@ -292,6 +292,8 @@ class _Run:
             except BaseException:
                 feeder.stop()
                 window.close()
+                for worker in workers:
+                    worker.cancel()
                 raise
 
     def _report(self) -> None:

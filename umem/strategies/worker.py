@@ -16,7 +16,7 @@ import torch
 
 from umem.checkpoint.entries import Shard
 from umem.checkpoint.pagecache import DropBehind
-from umem.checkpoint.readers import Reader, ReadHandle
+from umem.checkpoint.readers import CancellableHandle, Reader, ReadHandle
 from umem.planning.views import coalesced, laid_out, ordered, restricted
 from umem.planning.writes import Factor, Route, Write
 from umem.strategies.base import BlockStrategy
@@ -106,6 +106,11 @@ class Worker:
                 except BaseException:
                     self._feeder.stop()
                     raise
+
+    def cancel(self) -> None:
+        """From another thread: do not wait for a slow read."""
+        if isinstance(self._handle, CancellableHandle):
+            self._handle.cancel()
 
     def _do(self, block: Block, files: contextlib.ExitStack) -> None:
         handle = self._opened(block.shard, files)

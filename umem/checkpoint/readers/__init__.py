@@ -8,14 +8,18 @@ from typing import NamedTuple
 
 from umem.checkpoint.entries import Shard
 from umem.checkpoint.pagecache import cached_bytes_of_files
-from umem.checkpoint.readers.base import Reader, ReadHandle
+from umem.checkpoint.readers.base import CancellableHandle, Reader, ReadHandle
 from umem.checkpoint.readers.buffered import BufferedReader
 from umem.checkpoint.readers.odirect import ODirectReader
+from umem.checkpoint.readers.remote import FsspecReader, HttpReader
+from umem.checkpoint.urls import is_http, protocol_of
 from umem.errors import ConfigError
 
-__all__ = ["READERS", "ReadHandle", "Reader", "ReaderChoice", "choose_readers", "mostly_cached"]
+__all__ = ["READERS", "CancellableHandle", "ReadHandle", "Reader", "ReaderChoice", "choose_readers", "mostly_cached"]
 
-READERS: dict[str, Reader] = {reader.name: reader for reader in (BufferedReader(), ODirectReader())}
+READERS: dict[str, Reader] = {
+    reader.name: reader for reader in (BufferedReader(), ODirectReader(), HttpReader(), FsspecReader())
+}
 
 
 class ReaderChoice(NamedTuple):
@@ -33,6 +37,8 @@ class ReaderChoice(NamedTuple):
 
 def choose_readers(name: str, shards: Sequence[Shard]) -> ReaderChoice:
     """The reader of that name for every shard; `auto` reads what is in the page cache from there, the rest past it.
+
+    What is behind URLs has readers of its own.
 
     Raises
     ------
@@ -53,12 +59,17 @@ def choose_readers(name: str, shards: Sequence[Shard]) -> ReaderChoice:
 
 
 def mostly_cached(shard: Shard) -> bool:
-    """Whether more than half of the file is in the page cache; False where that is unknown."""
+    """Whether more than half of the file is in the page cache; False where that is unknown, and behind URLs."""
+    if shard.is_remote:
+        return False
     cached = cached_bytes_of_files([shard.path])
     return cached is not None and 2 * cached > shard.size_bytes
 
 
 def _pick(shard: Shard) -> tuple[Reader, str]:
+    if shard.is_remote:
+        remote = HttpReader if is_http(shard.path) else FsspecReader
+        return READERS[remote.name], f"{protocol_of(shard.path)} URLs"
     if mostly_cached(shard):
         return READERS[BufferedReader.name], "in the page cache already"
     direct = READERS[ODirectReader.name]

@@ -11,12 +11,21 @@ import contextlib
 import ctypes
 import os
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from umem.checkpoint.entries import Shard
 from umem.errors import ReadError, TruncatedFileError
 
-__all__ = ["ReadHandle", "Reader", "address_of", "ended_early", "move_bytes", "open_shard", "read_failed"]
+__all__ = [
+    "CancellableHandle",
+    "ReadHandle",
+    "Reader",
+    "address_of",
+    "ended_early",
+    "move_bytes",
+    "open_shard",
+    "read_failed",
+]
 
 #: Below this, giving the lock back costs more than the copy.
 _LOCKED_BYTES = 16 * 1024
@@ -40,6 +49,14 @@ class ReadHandle(Protocol):
         """Close the file."""
 
 
+@runtime_checkable
+class CancellableHandle(ReadHandle, Protocol):
+    """A handle whose reads may wait for long."""
+
+    def cancel(self) -> None:
+        """From any thread: the read that waits, and all later ones, end soon, with an error."""
+
+
 class Reader(Protocol):
     """Opens shards.
 
@@ -49,10 +66,13 @@ class Reader(Protocol):
         How a user asks for it.
     fills_page_cache
         Whether what it reads goes through the page cache.
+    holds_replies
+        Whether a read holds as many bytes again as it fills, until it ends.
     """
 
     name: str
     fills_page_cache: bool
+    holds_replies: bool
 
     def open(self, shard: Shard, block_bytes: int) -> contextlib.AbstractContextManager[ReadHandle]:
         """The shard, opened for reads of at most `block_bytes`.
@@ -60,7 +80,7 @@ class Reader(Protocol):
         Raises
         ------
         ChangedFileError, TruncatedFileError
-            It is no longer the file that was planned.
+            It is no longer the file that was planned. Behind URLs, this and the next come with the first read.
         ReadError
             It cannot be opened.
         """

@@ -18,6 +18,7 @@ class BufferedReader:
     """Reads through the page cache."""
 
     name = "buffered"
+    holds_replies = False
     fills_page_cache = True
 
     def open(self, shard: Shard, block_bytes: int) -> contextlib.closing[_BufferedHandle]:
@@ -30,8 +31,9 @@ class BufferedReader:
         del shard
         return 1
 
-    def why_not(self, shard: Shard) -> None:
-        """It reads every file."""
+    def why_not(self, shard: Shard) -> str | None:
+        """It reads every local file."""
+        return "they are behind URLs" if shard.is_remote else None
 
 
 class _BufferedHandle:
