@@ -55,7 +55,7 @@ def load(
     Parameters
     ----------
     path_or_id
-        A directory with `config.json` and weights, or a hub id.
+        A directory with `config.json` and weights, the URL of one (`s3://bucket/model`), or a hub id.
     device
         Where the model goes; `auto` is the best device there is.
     dtype
@@ -286,7 +286,8 @@ def load_adapter(
     model
         A base model that has its weights and no adapter yet.
     path_or_id
-        The directory of an adapter (`adapter_config.json` and `adapter_model.safetensors` or `.bin`), or a hub id.
+        The directory of an adapter (`adapter_config.json` and `adapter_model.safetensors` or `.bin`), the URL of one,
+        or a hub id.
     merge
         Add the adapter to the weights instead of keeping it beside them. LoRA with DoRA, rsLoRA, patterns, biases,
         `modules_to_save`, `trainable_token_indices` and `target_parameters`.

@@ -19,7 +19,7 @@ from umem.checkpoint.hub import looks_like_hub_id, snapshot_directory
 from umem.checkpoint.safetensors import ShardContents, read_safetensors
 from umem.checkpoint.stores import LocalStore, Store, store_of
 from umem.checkpoint.torchzip import read_torch_zip
-from umem.checkpoint.urls import path_of, plain_path, shown
+from umem.checkpoint.urls import is_url, path_of, plain_path, shown
 from umem.errors import (
     AmbiguousCheckpointError,
     CheckpointNotFoundError,
@@ -66,9 +66,9 @@ def open_checkpoint(path_or_id: str | os.PathLike[str], *, revision: str | None 
     if looks_like_hub_id(path):
         directory = snapshot_directory(path, revision, complete=_holds_weights)
         return replace(_open_directory(LocalStore(), directory), identifier=path)
-    raise CheckpointNotFoundError(
-        "no such file or directory, and no hub id (org/name); check the path", path=shown(path)
-    )
+    if is_url(path):
+        raise CheckpointNotFoundError("there is nothing at this URL; check it, and the credentials", path=shown(path))
+    raise CheckpointNotFoundError("no such file or directory, and no hub id (org/name); check the path", path=path)
 
 
 def open_files(path: str, files: Sequence[str], *, metadata: dict[str, str] | None = None) -> Checkpoint:

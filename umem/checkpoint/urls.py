@@ -71,7 +71,8 @@ def shown(path: str) -> str:
     """The URL without its query and password, for messages and reports; a local path as it is."""
     if not is_url(path):
         return path
+    if is_http(path):
+        path = urlunsplit(urlsplit(path)._replace(query="", fragment=""))
     protocol, _, rest = path.partition("://")
     host, slash, name = rest.partition("/")
-    name = name.partition("?")[0] if is_http(path) else name
     return f"{protocol}://{host.rpartition('@')[2]}{slash}{name}"

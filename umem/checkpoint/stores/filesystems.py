@@ -37,8 +37,9 @@ def filesystem_of(url: str) -> tuple[Any, str]:
     except ImportError:
         raise MissingDependencyError(f"{shown(url)}: URLs need fsspec: pip install fsspec") from None
     if protocol not in known_implementations and protocol not in registry:
-        known = ", ".join(sorted({*known_implementations, *registry}))
-        raise UnsupportedError(f"{shown(url)}: fsspec knows no protocol {protocol!r}; it knows {known}")
+        raise UnsupportedError(
+            f"{shown(url)}: fsspec knows no protocol {protocol!r}; fsspec.available_protocols() lists what it knows"
+        )
     try:
         filesystem, path = url_to_fs(url)
     except ImportError as error:

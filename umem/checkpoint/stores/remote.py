@@ -180,6 +180,8 @@ class RemoteStore:
         """What is there."""
         try:
             return self._requests.persist(path, _transport(path, self._requests, _REQUEST_BYTES).kind)
+        except CheckpointNotFoundError:
+            raise
         except FileNotFoundError:
             return None
 

@@ -1,4 +1,4 @@
-"""Finds an adapter: its config and the one file of weights, in a directory, at a URL or on the hub. Reads no tensors."""
+"""Finds an adapter: its config and the one file of weights, in a directory, at a URL, on the hub. Reads no tensors."""
 
 from __future__ import annotations
 
