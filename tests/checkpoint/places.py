@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import pytest
+
 from tests.servers import file_server
 from umem.checkpoint.entries import Shard
 from umem.checkpoint.stores import store_of
@@ -67,6 +69,7 @@ def place_of(reader: str, directory: Path) -> Iterator[Place]:
     """A place that a reader of that name reads from."""
     with ExitStack() as stack:
         if reader == "http":
+            pytest.importorskip("aiohttp")
             place = Place(directory)
             place.path = f"{stack.enter_context(file_server(directory)).url}/shard?token=secret"
         else:
