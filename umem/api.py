@@ -170,6 +170,8 @@ def load_into(
 
     Parameters
     ----------
+    path_or_id
+        A directory, a file, a URL (`s3://bucket/model`, `https://host/model.safetensors`), or a hub id.
     device
         Where meta tensors go; live ones stay where they are.
     dtype

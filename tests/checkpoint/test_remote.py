@@ -14,6 +14,7 @@ import torch
 pytest.importorskip("aiohttp")
 
 import fsspec
+from aiohttp import ClientPayloadError
 from fsspec.implementations.memory import MemoryFileSystem
 
 from tests.servers import Fault, FileServer, file_server
@@ -312,9 +313,10 @@ def test_errors_of_a_driver_are_tried_again_and_then_told(monkeypatch: pytest.Mo
         with READERS["fsspec"].open(shard, 20_000) as handle:
             handle.fill(0, [memoryview(bytearray(10_000))])
 
-    failing(4, TimeoutError("slow"))
-    fill()
-    assert len(calls) == 8
+    for error in (TimeoutError("slow"), ConnectionResetError(), ClientPayloadError("cut")):
+        failing(4, error)
+        fill()
+        assert len(calls) == 8
     failing(5, TimeoutError("slow"))
     with pytest.raises(RemoteReadError, match="TimeoutError: slow"):
         fill()

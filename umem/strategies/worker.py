@@ -92,6 +92,7 @@ class Worker:
         self._staging: mmap.mmap | None = None
         self._gap = memoryview(bytearray(GAP_BYTES))
         self._handle: ReadHandle | None = None
+        self._cancelled = False
         self._shard = -1
 
     def run(self) -> None:
@@ -108,9 +109,11 @@ class Worker:
                     raise
 
     def cancel(self) -> None:
-        """From another thread: do not wait for a slow read."""
-        if isinstance(self._handle, CancellableHandle):
-            self._handle.cancel()
+        """From another thread: do not wait for a slow read, nor begin one."""
+        self._cancelled = True
+        handle = self._handle
+        if isinstance(handle, CancellableHandle):
+            handle.cancel()
 
     def _do(self, block: Block, files: contextlib.ExitStack) -> None:
         handle = self._opened(block.shard, files)
@@ -135,6 +138,8 @@ class Worker:
             opened = reader.open(self._job.shards[shard], self._job.block_bytes)
             self._handle = files.enter_context(opened)
             self._shard = shard
+            if self._cancelled:
+                self.cancel()
         return self._handle
 
     def _layout(self, block: Block) -> tuple[list[memoryview], list[tuple[Part, memoryview]]]:

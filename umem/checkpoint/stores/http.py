@@ -116,7 +116,8 @@ class HttpTransport:
         if reply.status >= 400 and reply.status != 416:
             raise StatusError(reply.status, reply.reason or "")
         described = _CONTENT_RANGE.match(reply.headers.get("Content-Range", ""))
-        if reply.status not in (206, 416) or described is None:
+        encoded = reply.headers.get("Content-Encoding", "identity") != "identity"
+        if reply.status not in (206, 416) or described is None or encoded:
             raise UnsupportedError(
                 f"{shown(self._url)}: the server gives no byte ranges (status {reply.status}); download the file and"
                 " give its path"

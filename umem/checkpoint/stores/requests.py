@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import random
+import sys
 import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
@@ -27,6 +28,17 @@ _FIRST_PAUSE_S = 0.25
 
 TRANSIENT_STATUSES = frozenset({408, 425, 429, 500, 502, 503, 504})
 _DENIED_STATUSES = frozenset({401, 403})
+#: What drivers raise for a broken network that is no OSError.
+_NETWORK_ERRORS = (
+    ("aiohttp", "ClientError"),
+    ("azure.core.exceptions", "IncompleteReadError"),
+    ("azure.core.exceptions", "ServiceRequestError"),
+    ("azure.core.exceptions", "ServiceResponseError"),
+    ("botocore.exceptions", "ConnectionError"),
+    ("botocore.exceptions", "HTTPClientError"),
+    ("botocore.exceptions", "IncompleteReadError"),
+)
+
 _LASTING = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, FileExistsError)
 
 _T = TypeVar("_T")
@@ -37,7 +49,10 @@ def is_transient(error: Exception) -> bool:
     status = _status(error)
     if status is not None:
         return status in TRANSIENT_STATUSES
-    return isinstance(error, OSError) and not isinstance(error, (*_LASTING, UmemError))
+    if isinstance(error, (*_LASTING, UmemError)):
+        return False
+    loaded = ((sys.modules.get(module), name) for module, name in _NETWORK_ERRORS)
+    return isinstance(error, (OSError, *(getattr(module, name) for module, name in loaded if hasattr(module, name))))
 
 
 def _status(error: Exception) -> int | None:
