@@ -44,6 +44,7 @@ class Failing:
 
     name = "failing"
     fills_page_cache = False
+    holds_replies = False
 
     def __init__(self, from_byte: int, error: BaseException) -> None:
         self.from_byte, self.error = from_byte, error
