@@ -132,7 +132,7 @@ class LoadSession:
         """Open the checkpoint, and start to watch memory."""
         with self.stopwatch.phase("open"):
             checkpoint = open_checkpoint(path_or_id, revision=revision)
-        paths = [shard.path for shard in checkpoint.shards]
+        paths = [shard.path for shard in checkpoint.shards if not shard.is_remote]
         self._monitor = Monitor(
             interval_s=self.config.sample_interval_s, cached_file_bytes=lambda: cached_bytes_of_files(paths)
         )

@@ -43,7 +43,7 @@ class Failing:
     """A reader whose reads fail from some byte on, or call something."""
 
     name = "failing"
-    uses_page_cache = False
+    holds_copy = False
     leaves_page_cache = False
     usual_threads = 2
 

@@ -314,7 +314,7 @@ class _Run:
             evictions=evictions,
             window=window,
             block_bytes=block_bytes,
-            block_cost=copier.carrier_bytes + (block_bytes if self._uses_page_cache else 0),
+            block_cost=copier.carrier_bytes + (block_bytes if self._holds_copies else 0),
             touched=self.outcome.touched.update,
             done=self.block_done,
         )
@@ -325,7 +325,7 @@ class _Run:
             block_bytes=self.execution.block_bytes,
             threads=self._threads,
             devices=devices,
-            uses_page_cache=self._uses_page_cache,
+            reads_hold_copies=self._holds_copies,
         )
 
     def _workers(self, blocks: int, block_cost: int) -> int:
@@ -338,8 +338,8 @@ class _Run:
         return self.execution.threads or max((reader.usual_threads for reader in self.execution.readers), default=1)
 
     @property
-    def _uses_page_cache(self) -> bool:
-        return any(reader.uses_page_cache for reader in self.execution.readers)
+    def _holds_copies(self) -> bool:
+        return any(reader.holds_copy for reader in self.execution.readers)
 
     def _wait_for(self, workers: list[Worker], feeder: Feeder, window: Window) -> None:
         with ThreadPoolExecutor(len(workers), thread_name_prefix="umem-read") as pool:
@@ -353,6 +353,8 @@ class _Run:
             except BaseException:
                 feeder.stop()
                 window.close()
+                for worker in workers:
+                    worker.cancel()
                 raise
 
     def _report(self) -> None:
@@ -385,6 +387,8 @@ class _Run:
 
     def _kept(self, shard: int) -> list[range] | None:
         """The parts of a shard's page cache that stay while the rest is evicted; None: nothing needs to be evicted."""
+        if self.plan.checkpoint.shards[shard].is_remote:
+            return None
         match self.execution.cache_policy:
             case CachePolicy.KEEP:
                 return None

@@ -16,7 +16,7 @@ import torch
 
 from umem.checkpoint.entries import Shard
 from umem.checkpoint.pagecache import DropBehind
-from umem.checkpoint.readers import Reader, ReadHandle
+from umem.checkpoint.readers import CancellableHandle, Reader, ReadHandle
 from umem.strategies.blocks import Block
 from umem.strategies.copiers import Copier
 from umem.strategies.delivery import Delivery
@@ -84,6 +84,7 @@ class Worker:
         self._job, self._feeder = job, feeder
         self._carrier = job.copier.carrier()
         self._handle: ReadHandle | None = None
+        self._cancelled = False
         self._shard = -1
 
     def run(self) -> None:
@@ -98,6 +99,13 @@ class Worker:
                 except BaseException:
                     self._feeder.stop()
                     raise
+
+    def cancel(self) -> None:
+        """From another thread: do not wait for a slow read, nor begin one."""
+        self._cancelled = True
+        handle = self._handle
+        if isinstance(handle, CancellableHandle):
+            handle.cancel()
 
     def _do(self, block: Block, files: contextlib.ExitStack) -> None:
         handle = self._opened(block.shard, files)
@@ -122,4 +130,6 @@ class Worker:
             opened = reader.open(self._job.shards[shard], self._job.block_bytes)
             self._handle = files.enter_context(opened)
             self._shard = shard
+            if self._cancelled:
+                self.cancel()
         return self._handle

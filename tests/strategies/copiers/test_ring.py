@@ -29,7 +29,9 @@ from umem.strategies.window import Window
 )
 def test_a_ring_fits_its_window(window: int, block: int, threads: int, devices: int, fills: bool) -> None:
     block = min(block, window // 2)
-    shape = ring_shape(window_bytes=window, block_bytes=block, threads=threads, devices=devices, uses_page_cache=fills)
+    shape = ring_shape(
+        window_bytes=window, block_bytes=block, threads=threads, devices=devices, reads_hold_copies=fills
+    )
     held = (shape.slots + devices) * shape.slot_bytes
     assert held + fills * shape.workers * shape.slot_bytes <= window
     assert 1 <= shape.workers <= threads
@@ -40,7 +42,7 @@ def test_a_ring_fits_its_window(window: int, block: int, threads: int, devices: 
 
 
 def test_the_usual_window_keeps_four_readers_and_slots_of_a_block() -> None:
-    shape = ring_shape(window_bytes=64 * MIB, block_bytes=8 * MIB, threads=4, devices=1, uses_page_cache=False)
+    shape = ring_shape(window_bytes=64 * MIB, block_bytes=8 * MIB, threads=4, devices=1, reads_hold_copies=False)
     assert shape == (8 * MIB, 7, 4)
 
 
@@ -56,7 +58,7 @@ def test_a_block_is_one_buffer_that_lies_congruent_to_the_file(tmp_path: Path, a
         return destinations[write.target]
 
     delivery = Delivery(find, dict.fromkeys(model.checkpoint.entries, Route.DIRECT), {})
-    shape = ring_shape(window_bytes=MIB, block_bytes=200_000, threads=1, devices=1, uses_page_cache=False)
+    shape = ring_shape(window_bytes=MIB, block_bytes=200_000, threads=1, devices=1, reads_hold_copies=False)
     alignments = [alignment] * len(model.checkpoint.shards)
     window = Window(MIB)
     with open_ring(delivery, late, [f"{KIND}:0"], shape, alignments=alignments, window=window) as ring:

@@ -26,7 +26,7 @@ class MappedReader:
     """Reads from short-lived mappings of the file."""
 
     name = "mapped"
-    uses_page_cache = True
+    holds_copy = True
     leaves_page_cache = True
     usual_threads = COPYING_THREADS
 
@@ -41,6 +41,8 @@ class MappedReader:
 
     def why_not(self, shard: Shard) -> str | None:
         """Whether the first page can be mapped and faulted in."""
+        if shard.is_remote:
+            return "they are behind URLs"
         try:
             with self.open(shard, mmap.PAGESIZE) as handle:
                 handle.fill(0, [memoryview(bytearray(min(1, shard.size_bytes)))])

@@ -58,12 +58,14 @@ class RingShape(NamedTuple):
         return self.slot_bytes - _residue(alignment - 1, alignment, self.slot_bytes)
 
 
-def ring_shape(*, window_bytes: int, block_bytes: int, threads: int, devices: int, uses_page_cache: bool) -> RingShape:
+def ring_shape(
+    *, window_bytes: int, block_bytes: int, threads: int, devices: int, reads_hold_copies: bool
+) -> RingShape:
     """The largest ring that fits a window, with the staging of `devices` and the page cache that reads fill.
 
     Slots are of `block_bytes` where two of them fit with the rest, and else smaller.
     """
-    cache = int(uses_page_cache)
+    cache = int(reads_hold_copies)
     slot_bytes = min(block_bytes, window_bytes // (2 + devices + cache))
     room = window_bytes // slot_bytes - devices
     workers = max(1, min(threads, (room - 1) // (1 + cache)))
