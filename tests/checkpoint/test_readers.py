@@ -201,18 +201,18 @@ def test_congruent_memory_is_read_without_a_copy(shard: Shard, monkeypatch: pyte
     assert sum(copied) < 2 * alignment
 
 
-def test_what_reads_past_the_page_cache_leaves_nothing_there(shard: Shard) -> None:
-    for reader in READERS.values():
-        if reader.name in ("http", "fsspec"):
-            continue
-        descriptor = os.open(shard.path, os.O_RDONLY)
-        os.fsync(descriptor)
-        evict(descriptor)
-        os.close(descriptor)
-        if cached_bytes_of_files([shard.path]) != 0 or reader.why_not(shard):
-            pytest.skip("the kernel or file system cannot show it")
-        fill(reader, shard, 0, [SIZE])
-        assert bool(cached_bytes_of_files([shard.path])) is reader.leaves_page_cache
+@pytest.mark.parametrize(
+    ("name", "leaves"), [("buffered", True), ("mapped", True), ("dontcache", False), ("odirect", False)]
+)
+def test_what_a_reader_leaves_in_the_page_cache(shard: Shard, name: str, leaves: bool) -> None:
+    descriptor = os.open(shard.path, os.O_RDONLY)
+    os.fsync(descriptor)
+    evict(descriptor)
+    os.close(descriptor)
+    if cached_bytes_of_files([shard.path]) != 0 or READERS[name].why_not(shard):
+        pytest.skip("the kernel or file system cannot show it")
+    fill(READERS[name], shard, 0, [SIZE])
+    assert bool(cached_bytes_of_files([shard.path])) is leaves
 
 
 def test_the_choice_follows_the_page_cache(shard: Shard) -> None:

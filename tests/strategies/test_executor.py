@@ -44,7 +44,6 @@ class Failing:
 
     name = "failing"
     holds_copy = False
-    leaves_page_cache = False
     usual_threads = 2
 
     def __init__(self, from_byte: int, error: BaseException) -> None:

@@ -395,6 +395,6 @@ class _Run:
             case CachePolicy.DROP:
                 return []
             case CachePolicy.RESTORE:
-                if not self.execution.readers[shard].leaves_page_cache:
+                if not self.execution.readers[shard].holds_copy:
                     return None
                 return cached_ranges(self.plan.checkpoint.shards[shard].path) or []

@@ -31,8 +31,8 @@ __all__ = [
     "read_failed",
 ]
 
-#: Threads of a reader that spends its time copying out of the page cache, of one that waits for a drive, and of one that
-#: waits for replies from afar.
+#: Threads of a reader that spends its time copying out of the page cache, of one that waits for a drive, and of one
+#: that waits for replies from afar.
 COPYING_THREADS = min(4, max(2, os.cpu_count() or 2))
 WAITING_THREADS = 4
 REMOTE_THREADS = 16
@@ -76,15 +76,12 @@ class Reader(Protocol):
         How a user asks for it.
     holds_copy
         Whether a read takes as much room again elsewhere until it ends: in the page cache, or for a reply held whole.
-    leaves_page_cache
-        Whether what it reads stays in the page cache until somebody evicts it.
     usual_threads
         How many threads read well with it: those that wait for a drive want company, those that copy want a core.
     """
 
     name: str
     holds_copy: bool
-    leaves_page_cache: bool
     usual_threads: int
 
     def open(self, shard: Shard, block_bytes: int) -> contextlib.AbstractContextManager[ReadHandle]:

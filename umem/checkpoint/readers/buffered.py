@@ -25,7 +25,6 @@ class BufferedReader:
 
     name = "buffered"
     holds_copy = True
-    leaves_page_cache = True
     usual_threads = COPYING_THREADS
 
     def open(self, shard: Shard, block_bytes: int) -> contextlib.closing[_Handle]:
@@ -48,7 +47,6 @@ class DontCacheReader:
 
     name = "dontcache"
     holds_copy = True
-    leaves_page_cache = False
     usual_threads = COPYING_THREADS
 
     def open(self, shard: Shard, block_bytes: int) -> contextlib.closing[_Handle]:

@@ -27,7 +27,6 @@ class MappedReader:
 
     name = "mapped"
     holds_copy = True
-    leaves_page_cache = True
     usual_threads = COPYING_THREADS
 
     def open(self, shard: Shard, block_bytes: int) -> contextlib.closing[_MappedHandle]:

@@ -48,7 +48,6 @@ class ODirectReader:
 
     name = "odirect"
     holds_copy = False
-    leaves_page_cache = False
     usual_threads = WAITING_THREADS
 
     def open(self, shard: Shard, block_bytes: int) -> contextlib.closing[_ODirectHandle]:

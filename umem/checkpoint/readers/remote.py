@@ -27,7 +27,6 @@ class HttpReader:
 
     name = "http"
     holds_copy = False
-    leaves_page_cache = False
     usual_threads = REMOTE_THREADS
 
     @contextlib.contextmanager
@@ -51,7 +50,6 @@ class FsspecReader:
 
     name = "fsspec"
     holds_copy = True
-    leaves_page_cache = False
     usual_threads = REMOTE_THREADS
 
     @contextlib.contextmanager

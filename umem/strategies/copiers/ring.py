@@ -61,7 +61,7 @@ class RingShape(NamedTuple):
 def ring_shape(
     *, window_bytes: int, block_bytes: int, threads: int, devices: int, reads_hold_copies: bool
 ) -> RingShape:
-    """The largest ring that fits a window, with the staging of `devices` and the page cache that reads fill.
+    """The largest ring that fits a window, with the staging of `devices` and what reads hold besides.
 
     Slots are of `block_bytes` where two of them fit with the rest, and else smaller.
     """
