@@ -26,7 +26,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
@@ -302,8 +302,17 @@ def machine() -> dict[str, Any]:
         "kernel": platform.release().split("-")[0],
         "architecture": platform.machine(),
         "python": platform.python_version(),
-        **{name: version(name) for name in ("torch", "transformers", "safetensors")},
+        **versions("torch", "transformers", "safetensors"),
     }
+
+
+def versions(*names: str) -> dict[str, str]:
+    """The versions of those packages that are installed."""
+    found = {}
+    for name in names:
+        with contextlib.suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
 
 
 def rows(result: dict[str, Any]) -> list[dict[str, Any]]:
