@@ -1,0 +1,182 @@
+"""The load benchmark: that its figures are of equal loads from caches that were as it says; never how fast they are."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+
+import bench_load
+import cgroups
+import load_tables
+import sweeps
+from loaders import LOADERS
+from measuring import cached_fraction, prepare_cache, run_checked, shards_of
+from raw_reads import MIB, RawRead
+from smallest_memory import STEP_BYTES, smallest_memory
+
+from tests.adapters.hosts.models import save_family
+
+pytestmark = pytest.mark.slow
+
+NAMES = ("umem-load", "transformers", "umem-load-into", "safetensors-mmap", "safetensors-pread")
+READS = (RawRead(direct=False, threads=2, block_bytes=MIB), RawRead(direct=False, threads=1, block_bytes=4 * MIB))
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """A dense model and one with experts, on a file system whose pages can be counted and evicted."""
+    directory = tmp_path_factory.mktemp("bench")
+    made = [save_family(directory / family, family) for family in ("qwen3", "qwen3_moe")]
+    if cached_fraction(shards_of(made[0])) is None:
+        pytest.skip("the kernel does not have cachestat")
+    prepare_cache(shards_of(made[0]), "cold")
+    if cached_fraction(shards_of(made[0])) != 0:
+        pytest.skip("the file system does not evict")
+    return made
+
+
+@pytest.fixture(scope="module")
+def result(checkpoints: list[Path]) -> dict[str, Any]:
+    """One round of both caches."""
+    loaders = [loader for loader in LOADERS if loader.name in (*NAMES, "accelerate")]
+    found = bench_load.measure(checkpoints, loaders, ["cold", "warm"], 1, configurations=READS)
+    loaded: dict[str, Any] = json.loads(json.dumps(found))
+    return loaded
+
+
+def runs_of(result: dict[str, Any], **wanted: str) -> list[dict[str, Any]]:
+    return [
+        facts
+        for series in result["series"]
+        if all(series[name] == value for name, value in wanted.items())
+        for facts in series["runs"]
+    ]
+
+
+def test_every_loader_and_plain_read_ran_on_both_caches(result: dict[str, Any]) -> None:
+    names = {*NAMES, *(f"{read.label}{touched}" for read in READS for touched in ("", " touched"))}
+    for name in names:
+        for checkpoint in ("qwen3", "qwen3_moe"):
+            for cache in ("cold", "warm"):
+                assert len(runs_of(result, checkpoint=checkpoint, cache=cache, loader=name)) == 1
+    assert result["left_out"] == {"accelerate on qwen3_moe": "it does not merge experts"}
+
+
+def test_caches_were_as_they_are_called(result: dict[str, Any]) -> None:
+    assert all(facts["cached_fraction"] < 0.01 for facts in runs_of(result, cache="cold"))
+    assert all(facts["cached_fraction"] > 0.99 for facts in runs_of(result, cache="warm"))
+    (left,) = runs_of(result, checkpoint="qwen3", cache="cold", loader="safetensors-pread")
+    assert left["cached_after_bytes"] > 0
+
+
+def test_all_loads_to_one_end_state_are_equal(result: dict[str, Any], checkpoints: list[Path]) -> None:
+    digests = {
+        checkpoint.name: {
+            state: {
+                facts["digest"]
+                for name, loader in result["loaders"].items()
+                if loader["end_state"] == state
+                for facts in runs_of(result, checkpoint=checkpoint.name, loader=name)
+            }
+            for state in ("model", "tensors")
+        }
+        for checkpoint in checkpoints
+    }
+    assert result["equal"]
+    assert digests["qwen3"]["model"] == digests["qwen3"]["tensors"]
+    assert digests["qwen3_moe"]["model"] != digests["qwen3_moe"]["tensors"]  # its experts are merged
+    assert all(len(found) == 1 for states in digests.values() for found in states.values())
+
+
+def test_another_digest_or_a_mapped_tensor_is_not_equal(result: dict[str, Any]) -> None:
+    for name, value in (("digest", "another"), ("mapped_bytes", 1)):
+        changed = json.loads(json.dumps(result))
+        runs_of(changed, checkpoint="qwen3", cache="warm", loader="safetensors-pread")[0][name] = value
+        assert not load_tables.equal(changed)
+
+
+def test_rows_hold_medians_and_ratios_within_a_round(result: dict[str, Any]) -> None:
+    changed = json.loads(json.dumps(result))
+    for series in changed["series"]:
+        (only,) = series["runs"]
+        raw = series.get("raw")
+        seconds = (1.0, 2.0, 4.0) if raw is None or raw["touched"] else (2.0, 0.5, 1.0)
+        factor = 3.0 if series["loader"] == "transformers" else 1.0
+        series["runs"] = [only | {"round": number, "load_s": factor * s} for number, s in enumerate(seconds)]
+    rows = {(row["checkpoint"], row["cache"], row["loader"]): row for row in load_tables.rows(changed)}
+    umem, transformers = (rows["qwen3_moe", "cold", name] for name in ("umem-load", "transformers"))
+    assert (umem["load_s"], umem["fastest_s"], umem["slowest_s"]) == (2.0, 1.0, 4.0)
+    assert umem["to_raw"] == 4.0  # of 0.5, 4 and 4: each run against the plain read of its round
+    assert (umem["to_umem"], transformers["to_umem"]) == (1.0, 3.0)
+    page = load_tables.markdown(changed)
+    assert page.count("| cold | umem-load |") == 2
+    assert "bit-equal, none left in mapped files: yes" in page
+
+
+def test_a_run_that_did_not_begin_as_wanted_is_rejected(checkpoints: list[Path], monkeypatch: Any) -> None:
+    monkeypatch.setattr("measuring.prepare_cache", lambda files, _cache: prepare_cache(files, "warm"))
+    request = {"raw": bench_load.raw_facts(READS[0])}
+    facts, rejected = run_checked(bench_load.__file__, request, files=shards_of(checkpoints[0]), cache="cold")
+    assert facts is None
+    assert rejected == [1.0, 1.0, 1.0]
+
+
+@pytest.mark.root
+def test_the_smallest_memory_is_found(tmp_path: Path) -> None:
+    size = 96 * MIB
+    directory = sweeps.sweep_shards(tmp_path, size)[0]
+    loader = next(loader for loader in LOADERS if loader.name == "safetensors-pread")
+    found = smallest_memory(bench_load.limited_run(loader, directory, tmp_path), size, 1)
+    assert found["limit_bytes"] >= size
+    attempts = {attempt["limit_bytes"]: "load_s" in attempt for attempt in found["attempts"]}
+    assert attempts[found["limit_bytes"]]
+    assert attempts.get(found["limit_bytes"] - STEP_BYTES, False) is False
+
+
+def test_an_interrupt_leaves_no_process_and_no_cgroup(checkpoints: list[Path]) -> None:
+    command = [sys.executable, bench_load.__file__, str(checkpoints[0]), "--only", "umem"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    deadline = time.monotonic() + 60
+    while not (children := children_of(process.pid)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGTERM)
+    _, complaints = process.communicate(timeout=60)
+    assert (process.returncode, complaints.splitlines()[-1]) == (130, "interrupted; nothing is left running")
+    assert children
+    assert not any(Path(f"/proc/{child}").exists() for child in children)
+    assert not list(cgroups.ROOT.glob(f"**/umem-measure-{process.pid}-*"))
+
+
+def test_no_checkpoint_says_how_to_write_one(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, bench_load.__file__, str(tmp_path / "none")], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert f"scripts/sample_checkpoint.py {tmp_path / 'none'} --layers" in done.stderr
+
+
+@pytest.mark.parametrize(("sweep", "count"), [("sizes", 4), ("shards", 2)])
+def test_swept_checkpoints_have_equal_totals(tmp_path: Path, sweep: str, count: int) -> None:
+    made = sweeps.SWEEPS[sweep](tmp_path, 4 * MIB)
+    assert len({path.name for path in made}) == count
+    assert [sum(path.stat().st_size for path in shards_of(one)) // MIB for one in made] == [4] * count
+    if sweep == "shards":
+        assert [len(shards_of(one)) for one in made] == [1, 32]
+
+
+def children_of(process: int) -> list[int]:
+    try:
+        text = Path(f"/proc/{process}/task/{process}/children").read_text()
+    except OSError:
+        return []
+    return [int(child) for child in text.split()]
