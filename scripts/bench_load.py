@@ -196,7 +196,7 @@ def best_raw_reads(checkpoint: Path, cache: str, configurations: Sequence[RawRea
     while len(files) > 1 and sum(path.stat().st_size for path in files[:-1]) >= TRIAL_BYTES:
         files.pop()
     for number in range(_TRIALS):
-        for read in turned(configurations, number * len(configurations) // _TRIALS):
+        for read in turned(configurations, number):
             request = {"raw": raw_facts(read), "most_bytes": TRIAL_BYTES}
             try:
                 facts, _ = run_checked(__file__, request, files=files, cache=cache)

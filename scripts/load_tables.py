@@ -206,8 +206,9 @@ def _how_to_read(result: Mapping[str, Any]) -> list[str]:
         f"{cache} ({checked}).",
         "To raw: seconds over those of the round's best plain read into fresh memory in 4 KiB pages. To umem: over",
         "those of umem's load to the same end state in that round, above 1 if umem is faster. Peak: beyond what was in",
-        f"use just before the load, by {' / '.join(sorted(sources))}; a warm load is not charged for what was cached before it.",
-        "Faults and CPU seconds are the process's; others' CPU is what the machine spent meanwhile on anything else.",
+        f"use just before the load, by {' / '.join(sorted(sources))}; a warm load is not charged for what was",
+        "cached before it. Faults and CPU seconds are the process's; others' CPU is what the machine spent meanwhile",
+        "on anything else.",
         "",
         f"All loads of a checkpoint to one end state bit-equal, none left in mapped files: {yes_or_no(equal(result))}.",
     ]

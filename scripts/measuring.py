@@ -61,9 +61,13 @@ def shards_of(checkpoint: Path) -> list[Path]:
 
 
 def turned(items: Sequence[_Item], number: int) -> list[_Item]:
-    """The items, begun with another one each time: what ran just before decides which memory is warm."""
-    first = number % len(items) if items else 0
-    return [*items[first:], *items[:first]]
+    """The items, begun with another one every other time and backwards in between.
+
+    What ran just before decides which memory is warm, so no item should always come after the same one.
+    """
+    first = number // 2 % len(items) if items else 0
+    order = [*items[first:], *items[:first]]
+    return order[::-1] if number % 2 else order
 
 
 def run_checked(

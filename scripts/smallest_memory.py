@@ -14,29 +14,33 @@ from measuring import Facts, RunFailedError
 
 STEP_BYTES = 16 << 20
 _TIMES_AS_LONG, _AT_LEAST_S = 20, 60.0
+_MOST_RAISES = 8
 
 #: Limit in bytes and timeout in seconds, or None for neither -> the figures of a run; raises RunFailedError.
 LimitedRun = Callable[[int | None, float | None], Facts]
 
 
 class _Search:
-    """Runs under limits, and why the last one that failed did."""
+    """Runs under limits, and what came of each."""
 
     def __init__(self, run: LimitedRun, timeout_s: float) -> None:
         self._run, self._timeout_s = run, timeout_s
         self.attempts: list[dict[str, Any]] = []
-        self.failure = ""
 
     def facts_at(self, limit_bytes: int) -> Facts | None:
         """The figures of a run, None if it did not finish."""
         try:
             facts = self._run(limit_bytes, self._timeout_s)
         except RunFailedError as error:
-            self.failure = str(error)
-            self.attempts.append({"limit_bytes": limit_bytes, "failure": self.failure})
+            self.attempts.append({"limit_bytes": limit_bytes, "failure": str(error)})
             return None
         self.attempts.append({"limit_bytes": limit_bytes, "load_s": facts["load_s"]})
         return facts
+
+    def failure_below(self, limit_bytes: int) -> str:
+        """Why the highest smaller limit that failed did; empty if none was tried."""
+        failed = [one for one in self.attempts if "failure" in one and one["limit_bytes"] < limit_bytes]
+        return str(max(failed, key=lambda one: one["limit_bytes"])["failure"]) if failed else ""
 
 
 def smallest_memory(run: LimitedRun, model_bytes: int, repeats: int) -> dict[str, Any]:
@@ -51,6 +55,8 @@ def smallest_memory(run: LimitedRun, model_bytes: int, repeats: int) -> dict[str
     fails = model_bytes // STEP_BYTES * STEP_BYTES
     finishes = _up(max(base + facts["peak_bytes"] for facts in unlimited))
     while search.facts_at(finishes) is None:
+        if len(search.attempts) == _MOST_RAISES:
+            raise RunFailedError(f"it finishes under no limit: {search.failure_below(finishes + 1)}")
         fails, finishes = finishes, _up(finishes * 5 / 4)
     while finishes - fails > STEP_BYTES:
         middle = _up((fails + finishes) / 2)
@@ -58,8 +64,10 @@ def smallest_memory(run: LimitedRun, model_bytes: int, repeats: int) -> dict[str
     limited: list[Facts] = []
     while len(limited) < repeats:
         facts = search.facts_at(finishes)
-        limited = [*limited, facts] if facts is not None else []
-        finishes += 0 if facts is not None else STEP_BYTES
+        if facts is None:
+            limited, finishes = [], finishes + STEP_BYTES
+        else:
+            limited.append(facts)
     limited_s = median(facts["load_s"] for facts in limited)
     return {
         "limit_bytes": finishes,
@@ -68,7 +76,7 @@ def smallest_memory(run: LimitedRun, model_bytes: int, repeats: int) -> dict[str
         "limited_s": limited_s,
         "unlimited_s": unlimited_s,
         "to_unlimited": limited_s / unlimited_s,
-        "failure_below": search.failure,
+        "failure_below": search.failure_below(finishes),
         "attempts": search.attempts,
     }
 
