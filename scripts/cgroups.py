@@ -71,19 +71,24 @@ def new_memory_group(name: str) -> Iterator[MemoryGroup | None]:
     version, parent = (1, ROOT / "memory") if (ROOT / "memory").is_dir() else (2, ROOT)
     path = parent / f"{name}-{uuid.uuid4().hex[:8]}"
     try:
-        if version == 2:
-            (parent / "cgroup.subtree_control").write_text("+memory")
-        path.mkdir()
-    except OSError:
-        yield None
-        return
-    try:
-        group = MemoryGroup(path, version)
-        group.used_bytes  # noqa: B018 - reads a file that must be there
-        yield group
+        yield _made(path, version)
     finally:
-        for _ in range(_REMOVAL_TRIES):  # busy for a moment after its last process has ended
-            with contextlib.suppress(OSError):
+        for _ in range(_REMOVAL_TRIES):
+            if not path.exists():
+                break
+            with contextlib.suppress(OSError):  # busy for a moment after its last process has ended
                 path.rmdir()
                 break
             time.sleep(_REMOVAL_PAUSE_S)
+
+
+def _made(path: Path, version: int) -> MemoryGroup | None:
+    group = MemoryGroup(path, version)
+    try:
+        if version == 2:
+            (path.parent / "cgroup.subtree_control").write_text("+memory")
+        path.mkdir()
+        group.used_bytes  # noqa: B018 - reads a file that must be there
+    except OSError:
+        return None
+    return group

@@ -19,7 +19,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -118,23 +118,11 @@ def run_fresh(
             group.limit(limit_bytes)
         place = None if group is None else [str(group.path), group.version]
         whole = json.dumps({**request, "group": place, "started_s": time.monotonic()})
-        process = subprocess.Popen(
-            [sys.executable, script, "--child", whole],
-            preexec_fn=None if group is None else group.join,  # noqa: PLW1509 - this process has one thread
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,  # Ctrl-C is the parent's to handle, which ends the child
-            env=os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"} | dict(environment or {}),
-        )
-        try:
-            output, complaints = process.communicate(timeout=timeout_s)
-        except subprocess.TimeoutExpired:
-            raise RunFailedError(f"not done after {timeout_s:.0f} s") from None
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        with _started([sys.executable, script, "--child", whole], group, environment or {}) as process:
+            try:
+                output, complaints = process.communicate(timeout=timeout_s)
+            except subprocess.TimeoutExpired:
+                raise RunFailedError(f"not done after {timeout_s:.0f} s") from None
     if process.returncode == -signal.SIGKILL:
         raise RunFailedError("killed, as the kernel does when memory is out")
     if process.returncode != 0:
@@ -142,6 +130,39 @@ def run_fresh(
         raise RunFailedError(said[-1])
     facts: Facts = json.loads(output.splitlines()[-1])
     return facts
+
+
+@contextlib.contextmanager
+def _started(
+    command: Sequence[str], group: MemoryGroup | None, environment: Mapping[str, str]
+) -> Iterator[subprocess.Popen[str]]:
+    """A process of the group that ends with the block. Interrupts wait until there is something to end."""
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+
+    def enter() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        if group is not None:
+            group.join()
+
+    try:
+        process = subprocess.Popen(
+            command,
+            preexec_fn=enter,  # noqa: PLW1509 - this process has one thread
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,  # Ctrl-C is this process's to handle
+            env=os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"} | dict(environment),
+        )
+        try:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            yield process
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def prepare_cache(files: Iterable[Path], cache: str) -> None:

@@ -20,7 +20,7 @@ import cgroups
 import load_tables
 import sweeps
 from loaders import LOADERS
-from measuring import cached_fraction, prepare_cache, run_checked, shards_of
+from measuring import RunFailedError, cached_fraction, prepare_cache, run_checked, shards_of
 from raw_reads import MIB, RawRead
 from smallest_memory import STEP_BYTES, smallest_memory
 
@@ -131,16 +131,30 @@ def test_a_run_that_did_not_begin_as_wanted_is_rejected(checkpoints: list[Path],
     assert rejected == [1.0, 1.0, 1.0]
 
 
+@pytest.mark.parametrize("needed_mib", [200, 208, 330, 700])
+def test_the_smallest_memory_is_found_to_16_mib(needed_mib: int) -> None:
+    def run(limit_bytes: int | None, timeout_s: float | None) -> dict[str, Any]:
+        if limit_bytes is not None and limit_bytes < needed_mib * MIB:
+            raise RunFailedError(f"needs {needed_mib} MiB")
+        return {"load_s": 1.0 if timeout_s is None else 2.0, "base_bytes": 90 * MIB, "peak_bytes": 310 * MIB}
+
+    found = smallest_memory(run, 101 * MIB, 2)
+    assert needed_mib * MIB <= found["limit_bytes"] < needed_mib * MIB + STEP_BYTES
+    assert (found["beyond_base_bytes"], found["to_unlimited"]) == (found["limit_bytes"] - 90 * MIB, 2.0)
+    assert found["failure_below"] == f"needs {needed_mib} MiB"
+
+
 @pytest.mark.root
-def test_the_smallest_memory_is_found(tmp_path: Path) -> None:
-    size = 96 * MIB
+def test_a_limit_holds_for_the_load(tmp_path: Path) -> None:
+    size = 256 * MIB
     directory = sweeps.sweep_shards(tmp_path, size)[0]
     loader = next(loader for loader in LOADERS if loader.name == "safetensors-pread")
-    found = smallest_memory(bench_load.limited_run(loader, directory, tmp_path), size, 1)
-    assert found["limit_bytes"] >= size
-    attempts = {attempt["limit_bytes"]: "load_s" in attempt for attempt in found["attempts"]}
-    assert attempts[found["limit_bytes"]]
-    assert attempts.get(found["limit_bytes"] - STEP_BYTES, False) is False
+    run = bench_load.limited_run(loader, directory, tmp_path)
+    free = run(None, None)
+    assert size < free["peak_bytes"]
+    assert run(free["base_bytes"] + size + 64 * MIB, 60)["peak_bytes"] < size + 64 * MIB
+    with pytest.raises(RunFailedError, match="memory is out"):
+        run(free["base_bytes"] + size - 16 * MIB, 60)
 
 
 def test_an_interrupt_leaves_no_process_and_no_cgroup(checkpoints: list[Path]) -> None:
