@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import signal
 import sys
 from collections import defaultdict
@@ -50,10 +51,12 @@ from raw_reads import CONFIGURATIONS, RawRead, prepared_raw
 from smallest_memory import smallest_memory
 
 from umem._types import format_bytes, parse_bytes
+from umem.checkpoint import open_checkpoint
 
 PACKAGES = ("torch", "transformers", "safetensors", "numpy")
 TRIAL_BYTES = 512 << 20
 _TRIALS, _KEPT = 2, 3
+_EXPERT = re.compile(r"\.experts\.\d+\.")  # in the name of a tensor of one expert
 
 
 # --- in the child ----------------------------------------------------------------------------------------------------
@@ -239,10 +242,9 @@ def why_not(loader: Loader, checkpoint: Path) -> str | None:
     """Why the loader cannot bring the checkpoint to its end state; None if it can."""
     if loader.end_state == "tensors":
         return None
-    config = checkpoint / "config.json"
-    if not config.exists():
+    if not (checkpoint / "config.json").exists():
         return "there is no config.json, so no model"
-    if not loader.merges_experts and "num_experts" in json.loads(config.read_text()):
+    if not loader.merges_experts and any(map(_EXPERT.search, open_checkpoint(checkpoint).entries)):
         return "it does not merge experts"
     return None
 
