@@ -14,6 +14,7 @@ For example
   python scripts/bench_load.py dense moe --save scripts/results/bench_4gib_2core_202611
   python scripts/bench_load.py dense --only umem,safetensors --caches cold --rounds 9
   python scripts/bench_load.py moe --smallest-memory --only umem,transformers
+  UMEM_RESERVE=0 UMEM_WINDOW=16MiB python scripts/bench_load.py moe --smallest-memory --only umem-load
   python scripts/bench_load.py --sweep sizes sweep-directory              # 64 MiB to 64 KiB tensors, 1 GiB each
 """
 
@@ -92,12 +93,14 @@ class Entrant(NamedTuple):
     loader: Loader | None = None
     raw: RawRead | None = None
 
-    def run(self, checkpoint: Path, converted: Path, cache: str, **limits: Any) -> CheckedRun:
-        """One run in a fresh process."""
+    def run(
+        self, checkpoint: Path, converted: Path, cache: str, *, with_digest: bool = True, **limits: Any
+    ) -> CheckedRun:
+        """One run in a fresh process; `limits` are those of `run_fresh`."""
         if self.loader is None:
             read = {"raw": raw_facts(self.raw)}
             return run_checked(__file__, read, files=shards_of(checkpoint), cache=cache)
-        request = {"loader": self.name, "checkpoint": str(checkpoint), "digest": not limits}
+        request = {"loader": self.name, "checkpoint": str(checkpoint), "digest": with_digest}
         files = files_of(self.loader, checkpoint, converted)
         environment = self.loader.environment
         return run_checked(__file__, request, files=files, cache=cache, environment=environment, **limits)
@@ -298,7 +301,7 @@ def limited_run(loader: Loader, checkpoint: Path, converted: Path) -> Callable[[
         what = f"{checkpoint.name} {loader.name} in {format_bytes(limit_bytes) if limit_bytes else 'any memory'}"
         try:
             facts, _ = Entrant(loader.name, loader).run(
-                checkpoint, converted, "cold", limit_bytes=limit_bytes, timeout_s=timeout_s
+                checkpoint, converted, "cold", with_digest=False, limit_bytes=limit_bytes, timeout_s=timeout_s
             )
         except RunFailedError as error:
             say(f"{what}: {error}")

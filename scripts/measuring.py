@@ -186,7 +186,7 @@ def prepare_cache(files: Iterable[Path], cache: str) -> None:
 
 
 def machine(packages: Sequence[str]) -> Facts:
-    """What the figures were measured on, and the versions of `packages` that are there."""
+    """What the figures were measured on, the versions of `packages` that are there, and umem's settings if any."""
     memory = os.sysconf("SC_PAGESIZE") * os.sysconf("SC_PHYS_PAGES")
     commit = subprocess.run(
         ["git", "describe", "--always", "--dirty", "--exclude=*"],
@@ -204,6 +204,7 @@ def machine(packages: Sequence[str]) -> Facts:
         "architecture": platform.machine(),
         "python": platform.python_version(),
         **{name: found for name in packages if (found := installed_version(name)) is not None},
+        **{name: value for name, value in sorted(os.environ.items()) if name.startswith("UMEM_")},
     }
 
 
