@@ -351,7 +351,7 @@ def run_command(parser: argparse.ArgumentParser, options: argparse.Namespace) ->
             parser.error("--sweep takes one directory, to write its checkpoints to")
         from sweeps import SWEEPS  # imports torch, which plain reads have no use for
 
-        paths = SWEEPS[options.sweep](paths[0], parse_bytes(options.total))
+        paths = SWEEPS[options.sweep](paths[0], options.total)
         loaders = [loader for loader in LOADERS if loader.name == "umem-load-into"]
     check_checkpoints(parser, paths)
     if options.smallest_memory:
@@ -377,11 +377,15 @@ def main() -> int:
     mode.add_argument(
         "--sweep", choices=("sizes", "shards"), help="umem against plain reads over sizes of tensors or shards"
     )
-    parser.add_argument("--total", default="1GiB", help="the size of each checkpoint of a sweep")
+    parser.add_argument("--total", type=parse_bytes, default="1GiB", help="the size of each checkpoint of a sweep")
     parser.add_argument("--converted", type=Path, help="where files of peers' own formats go (default: beside)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of the page")
     parser.add_argument("--save", type=Path, help="write PATH.json and PATH.md")
     options = parser.parse_args()
+    if options.rounds < 1:
+        parser.error("--rounds: one at least")
+    if options.save is not None and not options.save.parent.is_dir():
+        parser.error(f"--save {options.save}: there is no directory {options.save.parent}")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         result, page = run_command(parser, options)
