@@ -12,7 +12,6 @@ Exit status: 0 all is well, 1 a test failed, a load failed or bits differ, 3 the
 from __future__ import annotations
 
 import argparse
-import hashlib
 import importlib.util
 import json
 import os
@@ -27,10 +26,12 @@ from statistics import median
 from typing import Any
 from xml.etree import ElementTree as ET
 
-from compare_load import PeakMemory, cached, machine, prepare_cache, turned
+from end_state import digest
+from measuring import RunFailedError, machine, measured, prepare_cache, request_of_child, run_fresh, shards_of, turned
 
 NO_GPU = 3
 DEVICE = "cuda:0"
+PACKAGES = ("torch", "transformers", "safetensors", "cuda-python")
 ROOT = Path(__file__).parents[1]
 TESTS_LIMIT_S = 150
 TOTAL_LIMIT_S = 450
@@ -41,26 +42,24 @@ Load = Callable[[], tuple[Mapping[str, Any], Any]]
 # --- in the child ----------------------------------------------------------------------------------------------------
 
 
-def child(loader: str, checkpoint: Path) -> dict[str, Any]:
+def child(request: Mapping[str, Any]) -> dict[str, Any]:
     """One load in this process; what it took, in bytes and seconds."""
     import torch
 
-    load = prepared(loader, checkpoint)
+    load = prepared(request["loader"], Path(request["checkpoint"]))
     torch.zeros(1, device=DEVICE)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
-    memory = PeakMemory("")
-    cached_before = cached(checkpoint)
-    started_s = time.monotonic()
-    tensors, report = load()
-    torch.cuda.synchronize()
-    facts: dict[str, Any] = {
-        "load_s": time.monotonic() - started_s,
-        "host_peak_bytes": memory.peak_bytes(),
-        "device_peak_bytes": torch.cuda.max_memory_reserved(),
-        "cache_left_bytes": (cached(checkpoint) or 0) - (cached_before or 0),
-        "digest": digest(tensors),
-    }
+
+    def whole_load() -> tuple[Mapping[str, Any], Any]:
+        loaded = load()
+        torch.cuda.synchronize()
+        return loaded
+
+    (tensors, report), facts = measured(whole_load, request)
+    facts["device_peak_bytes"] = torch.cuda.max_memory_reserved()
+    facts["cache_left_bytes"] = (facts["cached_after_bytes"] or 0) - (facts["cached_before_bytes"] or 0)
+    facts["digest"] = digest((name, tensor.cpu()) for name, tensor in tensors.items())
     if report is not None:
         facts |= {name: getattr(report, name) for name in ("reader", "copier", "copier_reason")}
         facts["report"] = {name: report.to_json()[name] for name in ("seconds", "thread_seconds", "peak")}
@@ -112,7 +111,7 @@ def safetensors_stored(checkpoint: Path) -> Load:
 
     def load() -> tuple[Mapping[str, Any], Any]:
         tensors: dict[str, Any] = {}
-        for path in sorted(checkpoint.glob("*.safetensors")):
+        for path in shards_of(checkpoint):
             tensors |= load_file(path, device=DEVICE)
         return tensors, None
 
@@ -150,17 +149,6 @@ def transformers_model(checkpoint: Path) -> Load:
         return model.state_dict(), None
 
     return load
-
-
-def digest(tensors: Mapping[str, Any]) -> str:
-    """A hash of names, dtypes, shapes and bytes."""
-    import torch
-
-    state = hashlib.blake2b(digest_size=16)
-    for name, tensor in sorted(tensors.items()):
-        state.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        state.update(memoryview(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()))
-    return state.hexdigest()
 
 
 # --- in the parent ---------------------------------------------------------------------------------------------------
@@ -221,7 +209,7 @@ def measure(checkpoint: Path, repeats: int, deadline_s: float) -> list[dict[str,
             left_s = deadline_s - time.monotonic()
             if left_s < 30:
                 break
-            prepare_cache(checkpoint, cold=cache == "cold")
+            prepare_cache(shards_of(checkpoint), cache)
             facts = run(loader, checkpoint, left_s)
             runs[cache, loader].append(facts)
             said = facts.get("error") or f"{facts['load_s']:.2f} s"
@@ -231,18 +219,11 @@ def measure(checkpoint: Path, repeats: int, deadline_s: float) -> list[dict[str,
 
 def run(loader: str, checkpoint: Path, limit_s: float) -> dict[str, Any]:
     """One load in a fresh process."""
-    command = [sys.executable, __file__, "--child", loader, "--checkpoint", str(checkpoint)]
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    request = {"loader": loader, "checkpoint": str(checkpoint), "files": [str(path) for path in shards_of(checkpoint)]}
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, check=False, timeout=limit_s, env=environment, cwd=ROOT
-        )
-    except subprocess.TimeoutExpired:
-        return {"error": f"did not end in {limit_s:.0f} s"}
-    if done.returncode:
-        return {"error": done.stderr.strip().splitlines()[-1] if done.stderr.strip() else f"status {done.returncode}"}
-    facts: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return facts
+        return run_fresh(__file__, request, timeout_s=limit_s)
+    except RunFailedError as error:
+        return {"error": str(error)}
 
 
 HEADER = ("cache", "loader", "runs", "loaded s", "GiB/s", "ratio", "host MiB", "device MiB", "cache left MiB", "copier")
@@ -276,7 +257,7 @@ def _row(series: Mapping[str, Any], times: Mapping[tuple[str, str], float], size
         f"{load_s:.2f}",
         f"{size / 2**30 / load_s:.2f}",
         f"{load_s / other:.2f}" if other else "",
-        mib("host_peak_bytes"),
+        mib("peak_bytes"),
         mib("device_peak_bytes"),
         mib("cache_left_bytes"),
         good[-1].get("copier", ""),
@@ -350,11 +331,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--checkpoint", type=Path, help="another one than the sample")
     parser.add_argument("--repeats", type=int, default=3, help="rounds of loads, as far as time allows")
-    parser.add_argument("--child", help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
-    if options.child:
-        print(json.dumps(child(options.child, options.checkpoint)))
+    request = request_of_child()
+    if request is not None:
+        print(json.dumps(child(request)))
         return 0
+    options = parser.parse_args(arguments)
     deadline_s = time.monotonic() + TOTAL_LIMIT_S
     found = gpu()
     if found is None:
@@ -368,9 +349,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         checkpoint = ROOT / ".sample" / "qwen3-moe"
         write_sample(checkpoint, layers=4, experts=64)
     result = {
-        "machine": machine() | found,
+        "machine": machine(PACKAGES) | found,
         "tests": tests,
-        "bytes": sum(path.stat().st_size for path in checkpoint.glob("*.safetensors")),
+        "bytes": sum(path.stat().st_size for path in shards_of(checkpoint)),
         "series": measure(checkpoint, options.repeats, deadline_s),
     }
     show(result)

@@ -198,7 +198,7 @@ class _Run:
         """By target, where in a page its storage begins so that most of its bytes lie congruent to the file."""
         votes: dict[str, Counter[int]] = {}
         for group in self.plan.groups:
-            if group.route is not Route.DIRECT:
+            if group.route is not Route.DIRECT or not group.read_bytes:
                 continue
             alignment = self.alignments[group.entries[0].shard]
             if alignment == 1:
