@@ -16,10 +16,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-sys.path[:0] = [str(Path(__file__).resolve().parent.parent)]
+sys.path.append(str(Path(__file__).resolve().parent.parent))
 
-from tests.drills import MIB, Drill, Outcome, drills, failures_of, prepare, run_drill  # noqa: E402
-from tests.limits import swap_file  # noqa: E402
+from tests.drills import MIB, Drill, Outcome, drills, failures_of, prepare, run_drill
+from tests.limits import swap_file
 
 _SWAP_BYTES = 512 * MIB
 

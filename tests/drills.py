@@ -170,7 +170,8 @@ def run_drill(drill: Drill, checkpoint: Path) -> Outcome:
         if drill.disaster is Disaster.BUDGET:
             limit = group.used_bytes + FORECAST_BYTES + RESERVE_BYTES // 4
         group.limit(limit)
-        group.allow_swap(2 * limit if drill.swap else 0, limit)
+        if drill.swap:
+            group.allow_swap(2 * limit, limit)
         adversary = _adversary(drill, group, checkpoint, over)
         if adversary is not None:
             stack.enter_context(_running(adversary))
@@ -238,7 +239,7 @@ def _load(drill: Drill, group: MemoryGroup, checkpoint: str, pipe: Connection, o
     if drill.disaster is Disaster.BUDGET:
         thresholds = Thresholds(floor_bytes=48 * MIB, soft_floor_bytes=56 * MIB)
         config = config.with_changes(reserve_bytes=0, thresholds=thresholds)
-    group.enter()
+    group.join()
     pipe.send("ready")
     pipe.recv()
     module = Holder({name: torch.empty(2048, TENSOR_BYTES // 4096, dtype=torch.int16) for name in expected})
@@ -274,8 +275,7 @@ class _SlowReader:
     """The buffered reader, at a given pace over all threads."""
 
     name = "slow"
-    uses_page_cache = True
-    leaves_page_cache = True
+    holds_copy = True
     usual_threads = 2
 
     def __init__(self, bytes_per_s: float) -> None:
@@ -317,7 +317,7 @@ class _SlowReader:
 
 def _take(drill: Drill, group: MemoryGroup, over: Any) -> None:
     """Runs in the adversary: take memory at its pace, until the load is over."""
-    group.enter()
+    group.join()
     time.sleep(drill.delay_s)
     pages = mmap.mmap(-1, drill.taken_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     started_s = time.monotonic()
@@ -332,7 +332,7 @@ def _take(drill: Drill, group: MemoryGroup, over: Any) -> None:
 
 def _flood(drill: Drill, group: MemoryGroup, checkpoint: str, over: Any) -> None:
     """Runs in the adversary: copy files until the load is over."""
-    group.enter()
+    group.join()
     time.sleep(drill.delay_s)
     copy = f"{checkpoint}.copy"
     while not over.is_set():

@@ -83,7 +83,7 @@ def test_a_plan_for_another_machine(model: Path, name: str) -> None:
         "source": facts["budget"]["source"],
         "fits": True,
     }
-    assert facts["reading"] == {"reader": expected["reader"], "keep_page_cache": expected["keep_page_cache"]}
+    assert facts["reading"] == {"reader": expected["reader"], "page_cache": expected["page_cache"]}
 
 
 def test_a_plan_that_does_not_fit_another_machine(tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def started(checkpoint: Path, trouble: str, group: MemoryGroup | None = None) ->
         stderr=subprocess.PIPE,
         text=True,
         env=os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parent.parent)},
-        preexec_fn=None if group is None else group.enter,  # noqa: PLW1509
+        preexec_fn=None if group is None else group.join,  # noqa: PLW1509
     )
     assert process.stdout is not None
     assert process.stdout.readline().strip() == "1000"

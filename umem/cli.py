@@ -40,7 +40,9 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 
-_Checkpoint = Annotated[str, typer.Argument(metavar="CHECKPOINT", help="A directory, a file, or a hub id (org/name).")]
+_Checkpoint = Annotated[
+    str, typer.Argument(metavar="CHECKPOINT", help="A directory, a file, a URL, or a hub id (org/name).")
+]
 _Device = Annotated[str, typer.Option(help="Where the model goes: auto, cpu, cuda, cuda:1, mps.")]
 _DType = Annotated[str, typer.Option(help="auto (what the config says), bfloat16, float16, float32.")]
 _Window = Annotated[str | None, typer.Option(help="Cap on all memory besides the model, like 64MiB.")]
@@ -91,9 +93,7 @@ def load(
             dtype=dtype,
             allow_missing=allow_missing or (),
             allow_unexpected=allow_unexpected or (),
-            config=_config(
-                window, memory_budget, wait_for_memory, reader=reader, residency=residency, guard=guard or None
-            ),
+            config=_config(window, memory_budget, reader, residency, wait_for_memory, guard=guard or None),
             progress=view.update,
             return_report=True,
             **_host_settings(revision, trust_remote_code),
@@ -131,7 +131,7 @@ def plan(
     from umem.planning import check_budget
     from umem.report.table import plan_table, verdict_table
 
-    config = _config(window, memory_budget, reader=reader, residency=residency)
+    config = _config(window, memory_budget, reader, residency)
     if platform is not None and device != "auto":
         raise typer.BadParameter("the machine in --platform has a device already", param_hint="--device")
     saved = None if platform is None else MachineSnapshot.load(platform, config)
@@ -157,7 +157,7 @@ def plan(
                 "source": budget.source,
                 "fits": budget.shortfall_of(budget.needs_of(made)) is None,
             },
-            "reading": {"reader": reading.reader, "keep_page_cache": reading.keep_page_cache},
+            "reading": {"reader": reading.reader, "page_cache": str(reading.page_cache)},
         }
 
     _show(facts, lambda: Group(plan_table(made), verdict_table(made, machine)), as_json)
@@ -207,10 +207,10 @@ def main() -> NoReturn:
 def _config(
     window: str | None,
     memory_budget: str | None,
-    wait_for_memory: str | None = None,
-    *,
     reader: str | None,
     residency: str | None,
+    wait_for_memory: str | None = None,
+    *,
     guard: bool | None = None,
 ) -> LoadConfig:
     config = config_from_environment().with_changes(reader=reader, residency=residency, guard=guard)

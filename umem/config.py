@@ -118,7 +118,8 @@ class LoadConfig:
     block_bytes
         The size of one read.
     io_threads
-        Threads that read and scatter. None: two to four, by the reader and the number of cores.
+        Threads that read and scatter, no more than the window has room for. None: two to four, by the reader and the
+        number of cores; sixteen for URLs.
     memory_budget_bytes
         What the load may take where the model goes: on shared memory and on the processor model and window together,
         on a device with memory of its own the device's. None: what the machine has available.

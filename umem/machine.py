@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
+from umem.checkpoint.pagecache import CachePolicy
 from umem.config import LoadConfig, config_from_environment
 from umem.errors import SnapshotError, UnsupportedError
 from umem.planning import Budget, LargeBlocks, MemorySupply, budget_from
@@ -35,12 +36,20 @@ _SCHEMA, _VERSION = "umem.probe", 1
 _LARGE_BLOCK_BYTES = 32 << 20
 _ALL_OF_MEMORY_FRACTION = 0.98
 
+_CACHE_POLICIES = {
+    PlatformClass.CPU: CachePolicy.RESTORE,
+    PlatformClass.UNIFIED: CachePolicy.DROP,
+    PlatformClass.COHERENT_NUMA: CachePolicy.DROP,
+    PlatformClass.COHERENT_CDMM: CachePolicy.KEEP,
+    PlatformClass.DISCRETE: CachePolicy.KEEP,
+}
+
 
 class Reading(NamedTuple):
-    """How files that are not in the page cache are read for this machine, and whether they may stay in it."""
+    """How files that are not in the page cache are read for this machine, and what becomes of their pages in it."""
 
     reader: str
-    keep_page_cache: bool
+    page_cache: CachePolicy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,8 +85,7 @@ class MachineSnapshot:
         device's memory.
         """
         reader = "odirect" if self.facts.kernel.system in (None, "Linux") else "buffered"
-        kept = self.platform.kind in (PlatformClass.DISCRETE, PlatformClass.COHERENT_CDMM)
-        return Reading(reader, kept)
+        return Reading(reader, _CACHE_POLICIES[self.platform.kind])
 
     def with_settings(self, config: LoadConfig) -> Self:
         """The same machine with a budget by other settings."""
@@ -98,7 +106,7 @@ class MachineSnapshot:
             "device_memory": self.device_memory.to_json(),
             "other_loads": others,
             "budget": _budget_json(self.budget),
-            "reading": {"reader": reading.reader, "keep_page_cache": reading.keep_page_cache},
+            "reading": {"reader": reading.reader, "page_cache": str(reading.page_cache)},
         }
 
     def save(self, path: str | os.PathLike[str]) -> None:

@@ -50,14 +50,6 @@ __all__ = ["LoadSession", "MachineSnapshot", "ProgressCallback", "probe"]
 
 ProgressCallback = Callable[["Progress"], None]
 
-_CACHE_POLICIES = {
-    PlatformClass.CPU: CachePolicy.RESTORE,
-    PlatformClass.UNIFIED: CachePolicy.DROP,
-    PlatformClass.COHERENT_NUMA: CachePolicy.DROP,  # it can lie in the device's memory
-    PlatformClass.COHERENT_CDMM: CachePolicy.KEEP,
-    PlatformClass.DISCRETE: CachePolicy.KEEP,
-}
-
 
 class LoadSession:
     """One load: open, plan, check, run, report. A context manager that watches memory from `open` on.
@@ -109,7 +101,7 @@ class LoadSession:
         """Open the checkpoint, and start to watch memory."""
         with self.stopwatch.phase("open"):
             checkpoint = open_checkpoint(path_or_id, revision=revision)
-        paths = [shard.path for shard in checkpoint.shards]
+        paths = [shard.path for shard in checkpoint.shards if not shard.is_remote]
         if self.config.guard:
             self._guard = Guard().__enter__()
         self._monitor = Monitor(
@@ -203,13 +195,13 @@ class LoadSession:
             block_bytes=self.config.block_bytes,
             readers=self._readers.readers,
             threads=self.config.io_threads,
-            cache_policy=_CACHE_POLICIES[self.platform.kind],
+            cache_policy=admission.machine.reading.page_cache,
             convert=convert,
             progress=progress,
             watch=monitor,
         )
         outcome = Outcome()
-        self._expect(load_plan)
+        self._expect(load_plan, admission)
         stopped = False
         with self.stopwatch.phase("run"):
             try:
@@ -234,7 +226,7 @@ class LoadSession:
             raise ValueError("there is no open checkpoint to load from")
         return self._monitor
 
-    def _expect(self, load_plan: LoadPlan) -> None:
+    def _expect(self, load_plan: LoadPlan, admission: Admission) -> None:
         """Have memory judged by what the load was let in for."""
         forecast, budget = load_plan.forecast, self._budget
         is_shared = budget.device is None
@@ -245,7 +237,7 @@ class LoadSession:
             allowed_bytes=self.config.memory_budget_bytes if is_shared else None,
             system_reserve_bytes=budget.reserve_bytes(Limit.SYSTEM),
             group_reserve_bytes=budget.reserve_bytes(Limit.GROUP),
-            counts_cache=_CACHE_POLICIES[self.platform.kind] is not CachePolicy.KEEP,
+            counts_cache=admission.machine.reading.page_cache is not CachePolicy.KEEP,
         )
         self._watch.expect(expected)
         if self._guard is not None:
@@ -301,6 +293,8 @@ class LoadSession:
             platform=self.platform,
             reader=self._readers.name,
             reader_reason=self._readers.reason,
+            copier=self._outcome.copier,
+            copier_reason=self._outcome.copier_reason,
             seconds=self.stopwatch.seconds,
             thread_seconds={**self._outcome.thread_seconds, "watch": monitor.cpu_s},
             window_peak_bytes=self._outcome.window_peak_bytes,

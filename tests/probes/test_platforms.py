@@ -52,7 +52,7 @@ def test_a_machine_of_the_field(name: str, sixty_gib: Path) -> None:
     assert (budget.available_bytes, str(budget.tightest.limit)) == (expected["available_bytes"], expected["limit"])
     beside = budget.tightest_in_memory if budget.device else None
     assert (beside and beside.available_bytes) == expected.get("memory_available_bytes")
-    assert machine.reading == (expected["reader"], expected["keep_page_cache"])
+    assert machine.reading == (expected["reader"], expected["page_cache"])
     plan = plan_for(sixty_gib, platform.device)
     if expected["fits"]:
         check_budget(plan, budget)

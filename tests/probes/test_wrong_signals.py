@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from umem.checkpoint.pagecache import CachePolicy
 from umem.config import LoadConfig
 from umem.machine import MachineSnapshot
 from umem.probes import (
@@ -120,7 +121,7 @@ def test_not_being_integrated_does_not_keep_page_cache_out_of_the_device() -> No
     assert found.budget.available_bytes == 22 * GIB - 256 * MIB
     assert found.budget.tightest_in_memory is not None
     assert found.budget.tightest_in_memory.available_bytes == 78 * GIB - 64 * MIB
-    assert not found.reading.keep_page_cache
+    assert found.reading.page_cache is CachePolicy.DROP
 
 
 def test_the_memory_of_the_system_is_not_the_memory_of_a_card() -> None:
@@ -175,6 +176,7 @@ def test_a_node_of_the_devices_size_stands_in_for_a_driver_that_cannot_be_asked(
         Node(number=0, total_bytes=480 * GIB, has_processors=True),
         Node(number=2, total_bytes=31 * GIB, has_processors=False),
     )
-    facts = PlatformFacts(torch=CARD.torch, kernel=replace(CARD.kernel, nodes=nodes))
+    facts = PlatformFacts(torch=CARD.torch, kernel=replace(CARD.kernel, nodes=nodes, machine="aarch64"))
     platform = classify(facts)
     assert (platform.kind, platform.node) == (PlatformClass.COHERENT_NUMA, 2)
+    assert classify(changed(facts, kernel={"machine": "x86_64"})).kind is PlatformClass.DISCRETE

@@ -42,8 +42,7 @@ class Recording:
     """The buffered reader; it counts the reads in flight and calls something before each."""
 
     name = "recording"
-    uses_page_cache = False
-    leaves_page_cache = False
+    holds_copy = False
     usual_threads = 4
 
     def __init__(self, before_read: Any = lambda number: None) -> None:

@@ -212,7 +212,7 @@ def make_plan(
     _prove_all(writes_of, targets, converted)
     groups = _groups(writes, adaptation.conversions, targets)
     if residency == Residency.MAPPED:
-        groups = as_mapped(groups, targets, live)
+        groups = as_mapped(groups, checkpoint, targets, live)
     return LoadPlan(
         checkpoint=checkpoint,
         targets=targets,

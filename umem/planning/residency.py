@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 
 from umem._types import format_bytes
+from umem.checkpoint.entries import Checkpoint
 from umem.errors import UnsupportedError
 from umem.planning.targets import Target, Targets
 from umem.planning.views import View
@@ -20,7 +21,9 @@ __all__ = ["as_mapped"]
 _SHOWN = 3
 
 
-def as_mapped(groups: Collection[Group], targets: Targets, live: Collection[str]) -> tuple[Group, ...]:
+def as_mapped(
+    groups: Collection[Group], checkpoint: Checkpoint, targets: Targets, live: Collection[str]
+) -> tuple[Group, ...]:
     """The groups, each on the mapped route.
 
     Raises
@@ -30,7 +33,8 @@ def as_mapped(groups: Collection[Group], targets: Targets, live: Collection[str]
     """
     obstacles: dict[str, str] = {}
     for group in groups:
-        obstacle = _obstacle(group, targets, live)
+        remote = checkpoint.shards[group.entries[0].shard].is_remote
+        obstacle = "it lies behind a URL" if remote else _obstacle(group, targets, live)
         if obstacle:
             obstacles[group.name] = obstacle
     if obstacles:

@@ -23,7 +23,7 @@ __all__ = ["LoadStoppedError", "LoadWatch", "Monitor", "Sample", "Unwatched"]
 
 _FASTEST_FILL_BYTES_PER_S = 8 << 30
 _SHORTEST_INTERVAL_S = 0.01
-_CHEAP = 100
+_CHEAP = 500
 _CENSUS_PATIENCE_S = 1.0
 
 
@@ -64,7 +64,7 @@ class Monitor:
     interval_s
         The most seconds between samples.
     cached_file_bytes
-        The page cache held by the files being read. Called as often as it costs a hundredth of the time.
+        The page cache held by the files being read. Called as often as it costs a five-hundredth of the time.
     device_bytes
         What this process holds of a memory shared with the device, besides what the system counts for it; so, too.
     thresholds
@@ -188,7 +188,7 @@ class Monitor:
 
 
 class _Sparing:
-    """Calls a function that may be slow as often as that takes a hundredth of the time, and else gives its last value.
+    """Calls a function that may be slow as often as that takes a five-hundredth of the time; else gives its last value.
 
     Counting a file's cached pages takes the longer the more there are.
     """

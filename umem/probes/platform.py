@@ -204,10 +204,13 @@ def _with_own_memory(facts: PlatformFacts, evidence: str, doubts: tuple[str, ...
 
 
 def _own_node(facts: PlatformFacts) -> int | None:
-    """The node that is the device's memory: as the driver says; by its size where the driver cannot be asked."""
+    """The node that is the device's memory: as the driver says; by its size where the driver cannot be asked.
+
+    Only Arm machines have such devices; elsewhere a node without processors is an extension of the system's memory.
+    """
     if facts.driver.numa_config == _NUMA_NODE:
         return facts.driver.numa_id
-    if facts.driver.numa_config is not None:
+    if facts.driver.numa_config is not None or facts.kernel.machine != "aarch64":
         return None
     bare = [node for node in facts.kernel.nodes if not node.has_processors]
     total = facts.torch.total_bytes

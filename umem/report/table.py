@@ -51,6 +51,7 @@ def report_table(report: LoadReport) -> RenderableType:
     facts.add_row("seconds", f"{report.total_s:.2f}  ({times})")
     facts.add_row("read", f"{format_bytes(report.plan.forecast.read_bytes)} at {format_bytes(report.bytes_per_s)}/s")
     facts.add_row("reader", f"{report.reader} ({report.reader_reason})")
+    facts.add_row("copier", f"{report.copier} ({report.copier_reason})")
     forecast = format_bytes(report.plan.forecast.peak_bytes)
     facts.add_row("peak", f"{format_bytes(report.measured_peak_bytes)} measured, {forecast} forecast")
     facts.add_row(
@@ -104,8 +105,7 @@ def machine_table(machine: MachineSnapshot) -> RenderableType:
     if budget.device is not None:
         facts.add_row("and beside it", _words(budget.tightest_in_memory))
     reading = machine.reading
-    kept = "may stay in the page cache" if reading.keep_page_cache else "leave no page cache behind"
-    facts.add_row("files", f"read by {reading.reader} when not cached; {kept}")
+    facts.add_row("files", f"read by {reading.reader} when not cached; page cache: {reading.page_cache}")
     return facts
 
 
