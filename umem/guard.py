@@ -24,6 +24,7 @@ from types import TracebackType
 from typing import NamedTuple, Self
 
 from umem._types import format_bytes
+from umem.errors import UnsupportedError
 from umem.probes.memory import MemoryProbe, MemorySnapshot
 
 __all__ = ["Guard", "Short", "Warden", "main", "shortage"]
@@ -40,6 +41,11 @@ class Guard:
     """The loader's side: starts the guard, tells it that the loader lives, and ends it. A context manager.
 
     While it is on, the kernel's own choice when memory is out is this process (`oom_score_adj`).
+
+    Raises
+    ------
+    UnsupportedError
+        The system is not Linux.
     """
 
     def __init__(self) -> None:
@@ -47,6 +53,8 @@ class Guard:
         self._score: str | None = None
 
     def __enter__(self) -> Self:
+        if not hasattr(os, "pidfd_open"):
+            raise UnsupportedError("the guard needs Linux 5.3 and later; load without it")
         root = str(Path(__file__).resolve().parent.parent)
         paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
         self._process = subprocess.Popen(  # noqa: S603 - umem itself
@@ -80,6 +88,10 @@ class Guard:
     def arm(self, floors: Mapping[str, int]) -> None:
         """From now on memory is short below these floors, in bytes: of `system` and of `group`."""
         self._tell(json.dumps(floors).encode() + b"\n")
+
+    def disarm(self) -> None:
+        """Memory is never short from now on."""
+        self.arm({})
 
     def beat(self) -> None:
         """The loader lives."""

@@ -216,6 +216,8 @@ class LoadSession:
             _say_what_is_spoiled(overrun, outcome.touched & set(live or ()))
             raise overrun
         monitor.rest()
+        if self._guard is not None:
+            self._guard.disarm()
         self._outcome = outcome
         self._split_run_phase(outcome.seconds)
         return outcome.tensors

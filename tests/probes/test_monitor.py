@@ -79,3 +79,24 @@ def test_what_is_slow_to_ask_is_asked_seldom() -> None:
         during = len(asked)
     assert during < 5
     assert len(asked) == during + 1  # the last sample is exact
+
+
+def test_a_long_series_is_thinned_and_keeps_its_ends_and_peaks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("umem.probes.monitor._MOST_SAMPLES", 32)
+    peak = 0
+
+    def cached() -> int:
+        return peak
+
+    with Monitor(interval_s=0.001, cached_file_bytes=cached) as monitor:
+        first = monitor.samples[0]
+        peak = 9 * MIB
+        monitor.expect(Expectation(taken_bytes=0, peak_bytes=1 << 60))
+        peak = 0
+        last_s = monitor.samples[-1].memory.time_s
+        assert wait_until(lambda: monitor.samples[-1].memory.time_s > last_s + 0.2)
+    assert len(monitor.samples) <= 34
+    assert monitor.samples[0] is first
+    assert max(sample.cached_file_bytes or 0 for sample in monitor.samples) == 9 * MIB
+    times = [sample.memory.time_s for sample in monitor.samples]
+    assert times == sorted(times)

@@ -25,6 +25,7 @@ _FASTEST_FILL_BYTES_PER_S = 8 << 30
 _SHORTEST_INTERVAL_S = 0.01
 _CHEAP = 500
 _CENSUS_PATIENCE_S = 1.0
+_MOST_SAMPLES = 4096
 
 
 class LoadStoppedError(Exception):
@@ -77,7 +78,8 @@ class Monitor:
     Attributes
     ----------
     policy, samples, verdicts
-        What judges, the series, and the changes of level.
+        What judges, the series, and the changes of level. The series of a long load is thinned to some thousand
+        samples, which keep its peaks.
     cpu_s
         Processor time that the thread took; known when the monitor is closed.
     """
@@ -173,6 +175,8 @@ class Monitor:
         with self._lock:
             sample = Sample(self._probe.sample(), self._cached_file_bytes(exact), self._device_bytes(exact))
             self.samples.append(sample)
+            if len(self.samples) > _MOST_SAMPLES:
+                self.samples = _thinned(self.samples)
             verdict = self.policy.judge(sample)
             if verdict is not None:
                 self.verdicts.append(verdict)
@@ -185,6 +189,17 @@ class Monitor:
     def started_s(self) -> float:
         """The time of the first sample, by `time.monotonic()`."""
         return self.samples[0].memory.time_s if self.samples else time.monotonic()
+
+
+def _thinned(samples: list[Sample]) -> list[Sample]:
+    """Half of a series: the first, the last, and of each two between them the one in which the load held more."""
+    inner = samples[1:-1]
+    kept = [max(pair, key=_held_bytes) for pair in zip(inner[::2], inner[1::2], strict=False)]
+    return [samples[0], *kept, *inner[len(inner) // 2 * 2 :], samples[-1]]
+
+
+def _held_bytes(sample: Sample) -> int:
+    return sample.own_bytes + (sample.cached_file_bytes or 0)
 
 
 class _Sparing:
