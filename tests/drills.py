@@ -58,7 +58,7 @@ class Disaster(StrEnum):
 
 
 _SECONDS = {
-    Disaster.TAKEN_SLOWLY: 5.0,
+    Disaster.TAKEN_SLOWLY: 4.0,
     Disaster.TAKEN_IN_3_S: 3.0,
     Disaster.TAKEN_IN_300_MS: 0.3,
     Disaster.TAKEN_AT_ONCE: 0.0,
@@ -81,6 +81,7 @@ class Drill:
 def drill_of(seed: int, disaster: Disaster, swap: bool) -> Drill:
     """The drill of that seed."""
     chance = random.Random(f"{seed} {disaster}")
+    slowest, fastest = (15, 30) if disaster is Disaster.TAKEN_SLOWLY else (25, 50)
     return Drill(
         seed=seed,
         disaster=disaster,
@@ -88,7 +89,7 @@ def drill_of(seed: int, disaster: Disaster, swap: bool) -> Drill:
         taken_bytes=chance.randrange(48, 176) * MIB,
         delay_s=chance.uniform(0.0, 1.5),
         spare_bytes=chance.randrange(8, 48) * MIB,
-        load_bytes_per_s=chance.uniform(25, 50) * MIB,
+        load_bytes_per_s=chance.uniform(slowest, fastest) * MIB,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -20,9 +21,11 @@ from tests.writers import random_tensor, same_bytes, write_safetensors
 from umem._types import DType
 from umem.checkpoint import Checkpoint, open_checkpoint
 from umem.checkpoint.entries import Shard
+from umem.checkpoint.pagecache import cached_bytes_of_files
 from umem.checkpoint.readers import READERS, ReadHandle
 from umem.planning import Conversion, Target
 from umem.probes import Level, LoadStoppedError
+from umem.strategies.relief import Relief
 from umem.strategies.storage import allocate, discard
 
 
@@ -183,3 +186,18 @@ def test_discarded_pages_are_gone_and_can_be_written_to() -> None:
     assert before - resident_bytes() > 31 * MIB
     tensor[-1] = 3
     assert torch.count_nonzero(tensor) == 1
+
+
+def test_relief_evicts_the_files_and_no_other(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    path, other = checkpoint.shards[0].path, tmp_path / "other"
+    other.write_bytes(bytes(4 * MIB))
+    for file in (path, str(other)):
+        descriptor = os.open(file, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.read(descriptor, 64 * MIB)
+        os.close(descriptor)
+    if cached_bytes_of_files([path]) is None:
+        pytest.skip("the kernel does not count cached pages")
+    Relief([path, str(tmp_path / "absent")]).give()
+    assert cached_bytes_of_files([path]) == 0
+    assert cached_bytes_of_files([str(other)]) == 4 * MIB

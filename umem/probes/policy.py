@@ -8,7 +8,7 @@ which others take it, and after all that the load will still take. *Own*: the lo
 
 from __future__ import annotations
 
-from collections import deque
+from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
@@ -220,7 +220,8 @@ class Policy:
     def __init__(self, thresholds: Thresholds) -> None:
         self.thresholds = thresholds
         self.level = Level.NORMAL
-        self._history: deque[Sample] = deque()
+        self._history: list[Sample] = []
+        self._times: list[float] = []
         self._expected: Expectation | None = None
         self._start: Sample | None = None
         self._hard_samples = 0
@@ -237,9 +238,7 @@ class Policy:
 
     def judge(self, sample: Sample) -> Verdict | None:
         """The change of level that `sample` brings, if any. The hard level is final."""
-        self._history.append(sample)
-        while self._history[0].memory.time_s < sample.memory.time_s - _KEPT_S:
-            self._history.popleft()
+        self._remember(sample)
         if self._expected is None or self.level is Level.HARD:
             return None
         worst = max(self._findings(sample), key=lambda found: found.level, default=None)
@@ -250,6 +249,12 @@ class Policy:
         else:
             self._hard_samples = 0
         return self._changed(worst, sample)
+
+    def _remember(self, sample: Sample) -> None:
+        self._history.append(sample)
+        self._times.append(sample.memory.time_s)
+        old = bisect_right(self._times, sample.memory.time_s - _KEPT_S)
+        del self._history[:old], self._times[:old]
 
     def _changed(self, worst: Verdict | None, sample: Sample) -> Verdict | None:
         if worst is not None:
@@ -390,13 +395,11 @@ class Policy:
 
     def _before(self, sample: Sample, span_s: float, *, at_least_s: float | None = None) -> Sample | None:
         """The latest sample at least `span_s` before, or else the first one, if it is `at_least_s` before."""
-        now_s, found = sample.memory.time_s, None
-        for earlier in self._history:
-            if found is not None and now_s - earlier.memory.time_s < span_s:
-                break
-            found = earlier
+        now_s = sample.memory.time_s
+        position = bisect_right(self._times, now_s - span_s) - 1
+        found = self._history[max(0, position)]
         least_s = span_s if at_least_s is None else at_least_s
-        return found if found is not None and now_s - found.memory.time_s >= least_s else None
+        return found if now_s - found.memory.time_s >= least_s else None
 
 
 def _rate(sample: Sample, earlier: Sample | None, read: Callable[[MemorySnapshot], float | None]) -> float | None:

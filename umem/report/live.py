@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from umem._types import format_bytes
 from umem.probes.policy import Level, Sample, Verdict
-from umem.strategies import Progress
+
+if TYPE_CHECKING:
+    from umem.strategies import Progress
 
 __all__ = ["change_line", "live_table"]
 
