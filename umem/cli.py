@@ -46,6 +46,8 @@ _Reader = Annotated[str | None, typer.Option(help="How files are read: auto, odi
 _Residency = Annotated[str | None, typer.Option(help="owned, or mapped: the model is the files' own pages (cpu).")]
 _Missing = Annotated[list[str] | None, typer.Option(help="Pattern of parameters that may be absent, like 'score.*'.")]
 _Unexpected = Annotated[list[str] | None, typer.Option(help="Pattern of stored tensors that may be left out.")]
+_Offload = Annotated[str | None, typer.Option(help="Where what does not fit the device goes: cpu, disk.")]
+_OffloadFolder = Annotated[Path | None, typer.Option(help="Where weights on disk are written, if they must be.")]
 _Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")]
 _Remote = Annotated[bool, typer.Option("--trust-remote-code", help="Run model code that comes with the checkpoint.")]
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -62,6 +64,8 @@ def load(
     memory_budget: _MemoryBudget = None,
     reader: _Reader = None,
     residency: _Residency = None,
+    offload: _Offload = None,
+    offload_folder: _OffloadFolder = None,
     allow_missing: _Missing = None,
     allow_unexpected: _Unexpected = None,
     revision: _Revision = None,
@@ -84,7 +88,7 @@ def load(
             config=_config(window, memory_budget, reader, residency),
             progress=bar.update,
             return_report=True,
-            **_host_settings(revision, trust_remote_code),
+            **_host_settings(revision, trust_remote_code, offload, offload_folder),
         )
     if chart is not None:
         chart.write_text(memory_chart(report))
@@ -100,6 +104,8 @@ def plan(
     memory_budget: _MemoryBudget = None,
     reader: _Reader = None,
     residency: _Residency = None,
+    offload: _Offload = None,
+    offload_folder: _OffloadFolder = None,
     allow_missing: _Missing = None,
     allow_unexpected: _Unexpected = None,
     revision: _Revision = None,
@@ -109,7 +115,7 @@ def plan(
     """Say what a load would read and take, and whether it fits, without reading a tensor byte."""
     from umem.api import plan as plan_load
     from umem.api import probe as probe_machine
-    from umem.planning import check_budget
+    from umem.planning import check_budget, shortfall
     from umem.report.table import plan_table
 
     config = _config(window, memory_budget, reader, residency)
@@ -120,17 +126,18 @@ def plan(
         allow_missing=allow_missing or (),
         allow_unexpected=allow_unexpected or (),
         config=config,
-        **_host_settings(revision, trust_remote_code),
+        **_host_settings(revision, trust_remote_code, offload, offload_folder),
     )
-    budget = probe_machine(device=device, config=config).budget
+    machine = probe_machine(device=device, config=config)
+    budget = machine.budget
 
     def facts() -> dict[str, Any]:
-        available = budget.available_bytes
-        fits = available is None or made.forecast.peak_bytes <= available
-        return made.to_json() | {"budget": {"available_bytes": available, "source": budget.source, "fits": fits}}
+        fits = shortfall(made, budget, machine.beside) is None
+        facts = {"available_bytes": budget.available_bytes, "source": budget.source, "fits": fits}
+        return made.to_json() | {"budget": facts}
 
     _show(facts, lambda: plan_table(made), as_json)
-    check_budget(made, budget)
+    check_budget(made, budget, machine.beside)
 
 
 @app.command(epilog="Example:  [bold]umem probe --json[/]")
@@ -174,8 +181,15 @@ def _config(window: str | None, memory_budget: str | None, reader: str | None, r
     return config
 
 
-def _host_settings(revision: str | None, trust_remote_code: bool) -> dict[str, Any]:
-    given = {"revision": revision, "trust_remote_code": trust_remote_code or None}
+def _host_settings(
+    revision: str | None, trust_remote_code: bool, offload: str | None, offload_folder: Path | None
+) -> dict[str, Any]:
+    given = {
+        "revision": revision,
+        "trust_remote_code": trust_remote_code or None,
+        "offload": offload,
+        "offload_folder": offload_folder,
+    }
     return {name: value for name, value in given.items() if value is not None}
 
 

@@ -90,6 +90,10 @@ class LoadConfig:
         if self.sample_interval_s <= 0:
             raise ConfigError(f"sample_interval_s={self.sample_interval_s}: must be positive")
 
+    def without_budget(self) -> LoadConfig:
+        """A copy with the budget and the reserve that the machine suggests."""
+        return replace(self, memory_budget_bytes=None, reserve_bytes=None)
+
     def with_changes(self, **changes: Any) -> LoadConfig:
         """A copy with some fields replaced; fields given as None keep their value."""
         return replace(self, **{name: value for name, value in changes.items() if value is not None})

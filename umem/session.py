@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from umem.checkpoint import Checkpoint, open_checkpoint
+from umem.checkpoint.offload import OffloadFile
 from umem.checkpoint.pagecache import CachePolicy, cached_bytes_of_files
 from umem.checkpoint.readers import ReaderChoice, choose_readers
 from umem.config import MIB, LoadConfig, config_from_environment
@@ -46,11 +47,15 @@ _CACHE_POLICIES = {
 
 @dataclass(frozen=True, slots=True)
 class MachineSnapshot:
-    """The machine at one moment: its class, its memory, and what a load could take."""
+    """The machine at one moment: its class, its memory, and what a load could take.
+
+    `beside` is of the system's memory, where the device that `budget` is of has memory of its own.
+    """
 
     platform: Platform
     memory: MemorySnapshot
     budget: Budget
+    beside: Budget | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The snapshot as JSON values."""
@@ -82,7 +87,10 @@ def probe(*, device: str = "auto", config: LoadConfig | None = None) -> MachineS
         reserve_bytes=reserve,
         allowed_bytes=config.memory_budget_bytes,
     )
-    return MachineSnapshot(platform, memory, budget)
+    beside = None
+    if platform.kind is PlatformClass.DISCRETE:
+        beside = probe(device="cpu", config=config.without_budget()).budget
+    return MachineSnapshot(platform, memory, budget, beside)
 
 
 def _device_free_bytes(device: str) -> int | None:
@@ -116,6 +124,7 @@ class LoadSession:
         self._monitor: Monitor | None = None
         self._plan: LoadPlan | None = None
         self._outcome: Outcome | None = None
+        self._watched: list[str] = []
         self._budget = Budget(None, "not asked")
         self._readers = ReaderChoice((), "nothing to read")
 
@@ -132,9 +141,9 @@ class LoadSession:
         """Open the checkpoint, and start to watch memory."""
         with self.stopwatch.phase("open"):
             checkpoint = open_checkpoint(path_or_id, revision=revision)
-        paths = [shard.path for shard in checkpoint.shards]
+        self._watched = [shard.path for shard in checkpoint.shards]
         self._monitor = Monitor(
-            interval_s=self.config.sample_interval_s, cached_file_bytes=lambda: cached_bytes_of_files(paths)
+            interval_s=self.config.sample_interval_s, cached_file_bytes=lambda: cached_bytes_of_files(self._watched)
         )
         self._monitor.__enter__()
         return checkpoint
@@ -157,14 +166,37 @@ class LoadSession:
             if collects:
                 gc.enable()
 
+    def room(self) -> dict[str, int | None]:
+        """Bytes that a model may take, by device; `cpu` too where that is another memory. None where unknown."""
+        machine = probe(device=self.platform.device, config=self.config)
+        window_bytes = self.config.window_bytes
+
+        def beside_the_window(budget: Budget) -> int | None:
+            return None if budget.available_bytes is None else max(0, budget.available_bytes - window_bytes)
+
+        device = self.platform.device
+        if machine.beside is None:
+            return {device: beside_the_window(machine.budget)}
+        return {device: machine.budget.available_bytes, "cpu": beside_the_window(machine.beside)}
+
     def run(
         self,
         load_plan: LoadPlan,
         *,
         convert: Converter | None = None,
         live: Mapping[str, torch.Tensor] | None = None,
+        offload: OffloadFile | None = None,
     ) -> dict[str, torch.Tensor]:
         """Check that the plan fits, run it, and give the final tensors by target name.
+
+        Parameters
+        ----------
+        convert
+            Runs the conversions that stay with their owner.
+        live
+            Target name -> tensor to fill in place.
+        offload
+            The file for targets on disk that groups with writes fill.
 
         Raises
         ------
@@ -174,8 +206,9 @@ class LoadSession:
         from umem.strategies import Execution, Outcome, execute
 
         self._plan = load_plan
-        self._budget = probe(device=self.platform.device, config=self.config).budget
-        check_budget(load_plan, self._budget)
+        machine = probe(device=self.platform.device, config=self.config)
+        self._budget = machine.budget
+        check_budget(load_plan, machine.budget, machine.beside)
         if load_plan.forecast.read_bytes:
             self._readers = choose_readers(self.config.reader, load_plan.checkpoint.shards)
         execution = Execution(
@@ -186,7 +219,9 @@ class LoadSession:
             cache_policy=_CACHE_POLICIES[self.platform.kind],
             convert=convert,
             progress=self._progress,
+            offload=offload,
         )
+        self._watched += [offload.path] if offload is not None else []
         outcome = Outcome()
         with self.stopwatch.phase("run"):
             try:

@@ -1,6 +1,6 @@
 """Planning: from names, shapes and byte ranges to a plan. Pure: no torch storage, no I/O, no knowledge of machines."""
 
-from umem.planning.budget import Budget, budget_from, check_budget
+from umem.planning.budget import Budget, budget_from, check_budget, shortfall
 from umem.planning.plan import Forecast, LoadPlan, make_plan
 from umem.planning.targets import Target, Targets, targets_of_module
 from umem.planning.views import View
@@ -21,5 +21,6 @@ __all__ = [
     "budget_from",
     "check_budget",
     "make_plan",
+    "shortfall",
     "targets_of_module",
 ]

@@ -12,7 +12,7 @@ from umem._types import format_bytes
 from umem.errors import InsufficientMemoryError
 from umem.planning.plan import LoadPlan
 
-__all__ = ["Budget", "budget_from", "check_budget"]
+__all__ = ["Budget", "budget_from", "check_budget", "shortfall"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,27 +57,50 @@ def budget_from(
     return min(candidates, key=lambda budget: budget.available_bytes or 0, default=unknown)
 
 
-def check_budget(plan: LoadPlan, budget: Budget) -> None:
-    """Return if the forecast peak of `plan` fits `budget`.
+def shortfall(plan: LoadPlan, budget: Budget, beside: Budget | None = None) -> tuple[int, Budget] | None:
+    """What `plan` needs, in bytes, and the budget that it does not fit; None if it fits.
+
+    Parameters
+    ----------
+    beside
+        What may be taken of the system's memory, where `budget` is of a device with memory of its own.
+    """
+    forecast = plan.forecast
+    needs = [(forecast.peak_bytes, budget)]
+    if beside is not None:
+        on_processor = forecast.final_bytes_by_device.get("cpu", 0)
+        needs = [
+            (forecast.allocated_bytes - on_processor + forecast.scratch_bytes, budget),
+            (on_processor + forecast.window_bytes + forecast.scratch_bytes, beside),
+        ]
+    for needed, of in needs:
+        if of.available_bytes is not None and needed > of.available_bytes:
+            return needed, of
+    return None
+
+
+def check_budget(plan: LoadPlan, budget: Budget, beside: Budget | None = None) -> None:
+    """Return if the forecast peak of `plan` fits; arguments as for `shortfall`.
 
     Raises
     ------
     InsufficientMemoryError
         It does not; the error names needed, available, the source and the largest parts.
     """
-    needed = plan.forecast.peak_bytes
-    available = budget.available_bytes
-    if available is None or needed <= available:
+    found = shortfall(plan, budget, beside)
+    if found is None:
         return
+    needed, budget = found
     largest = plan.largest_targets()
     parts = ", ".join(f"{name} ({format_bytes(size)})" for name, size in largest[:3])
     raise InsufficientMemoryError(
         f"the load needs {format_bytes(needed)} (model {format_bytes(plan.forecast.allocated_bytes)}, window"
         f" {format_bytes(plan.forecast.window_bytes)}, conversions {format_bytes(plan.forecast.scratch_bytes)});"
-        f" {format_bytes(available)} are available ({budget.source}). Largest parts: {parts}."
-        " Nothing was read. Stop other processes, choose a smaller dtype, or allow more with a larger memory budget",
+        f" {format_bytes(budget.available_bytes)} are available ({budget.source}). Largest parts: {parts}."
+        " Nothing was read. Stop other processes, choose a smaller dtype, offload to the processor's memory or to disk,"
+        " or allow more with a larger memory budget",
         needed_bytes=needed,
-        available_bytes=available,
+        available_bytes=budget.available_bytes or 0,
         source=budget.source,
         largest=largest,
     )

@@ -19,17 +19,18 @@ from typing import NamedTuple
 import torch
 
 from umem.checkpoint.entries import Entry
+from umem.checkpoint.offload import OffloadFile
 from umem.checkpoint.pagecache import CachePolicy, DropBehind, cached_ranges
 from umem.checkpoint.readers import Reader
 from umem.planning.plan import LoadPlan
-from umem.planning.targets import Target
+from umem.planning.targets import DISK, Target
 from umem.planning.views import View
 from umem.planning.writes import Group, Route, Write
 from umem.strategies.base import Converter, GroupStrategy
 from umem.strategies.blocks import Block, blocks_of
 from umem.strategies.mapped import MappedShards
 from umem.strategies.registry import group_strategy, is_block_route, is_group_route
-from umem.strategies.storage import Destination, allocate, destination_of, has_own_pages, huge_pages_pay
+from umem.strategies.storage import Destination, allocate, destination_of, has_own_pages, huge_pages_pay, in_file
 from umem.strategies.tiles import TILE_BYTES
 from umem.strategies.window import Window
 from umem.strategies.worker import Feeder, Job, Worker
@@ -94,6 +95,8 @@ class Execution:
         Runs the materialized groups' conversions; needed only where the plan has any.
     progress
         Called about ten times a second, from the calling thread.
+    offload
+        The file that holds targets on disk which groups with writes fill; needed only where the plan has any.
     """
 
     window_bytes: int
@@ -103,6 +106,7 @@ class Execution:
     cache_policy: CachePolicy = CachePolicy.RESTORE
     convert: Converter | None = None
     progress: Callable[[Progress], None] | None = None
+    offload: OffloadFile | None = None
 
 
 def execute(
@@ -140,7 +144,8 @@ def execute(
         run.destinations.clear()  # a kept traceback must not keep the model's memory
         outcome.tensors.clear()
         raise
-    outcome.tensors.update({name: destination.tensor for name, destination in run.destinations.items()})
+    in_memory = {name: place.tensor for name, place in run.destinations.items() if place.target.device != DISK}
+    outcome.tensors.update(in_memory)
     outcome.window_peak_bytes = run.window.peak_bytes
     return outcome
 
@@ -168,12 +173,20 @@ class _Run:
         self.outcome.huge_pages = huge_pages_pay(sum(target.nbytes for target in fresh if target.device == "cpu"))
         residues = self._residues()
         for target in fresh:
+            if target.device == DISK:
+                self.destinations[target.name] = self._in_file(target)
+                continue
             tensor = allocate(target, huge_pages=self.outcome.huge_pages, residue=residues.get(target.name, 0))
             self.destinations[target.name] = destination_of(target, tensor)
         self._map()
         for name, tensor in live.items():
             self.destinations[name] = destination_of(self.plan.targets[name], tensor)
         self.outcome.seconds["allocate"] = time.perf_counter() - started_s
+
+    def _in_file(self, target: Target) -> Destination:
+        if self.execution.offload is None:
+            raise ValueError(f"the plan puts {target.name} on disk, but no file for it was given")
+        return in_file(target, self.execution.offload.memory, self.execution.offload.start_of(target.name))
 
     def _map(self) -> None:
         """Give the targets of the mapped route their pages of the files."""
@@ -299,7 +312,8 @@ class _Run:
     def block_cost(self) -> int:
         """What a block in flight may hold besides final storage: staging, a tile, the page cache that it fills."""
         cached = any(reader.uses_page_cache for reader in self.execution.readers)
-        return (2 if cached else 1) * self.execution.block_bytes + TILE_BYTES
+        copies = 1 + cached + (self.execution.offload is not None)
+        return copies * self.execution.block_bytes + TILE_BYTES
 
     def _wait_for(self, workers: list[Worker], feeder: Feeder, window: Window) -> None:
         with ThreadPoolExecutor(len(workers), thread_name_prefix="umem-read") as pool:
@@ -322,7 +336,9 @@ class _Run:
             self.execution.progress(Progress(self._read_bytes, total, elapsed_s, self.window.live_bytes))
 
     def block_done(self, count: int, read_s: float, deliver_s: float) -> None:
-        """A worker has read and delivered `count` bytes."""
+        """A worker has read and delivered `count` bytes, which it still holds in the window."""
+        if self.execution.offload is not None:
+            self.execution.offload.settle()
         with self._lock:
             self._read_bytes += count
             self.outcome.thread_seconds["read"] += read_s
