@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 from sample_checkpoint import write_sample
 
 from tests.limits import MemoryGroup, memory_group
@@ -91,3 +92,35 @@ def test_a_limit_that_is_too_small_is_an_error_and_no_kill(checkpoint: Path) -> 
         )
         done = group.run(code, str(checkpoint))
     assert done.stdout.startswith("InsufficientMemoryError the control group's headroom"), done.stderr
+
+
+ANSWER = """
+import sys, torch, umem
+path, folder, answer = sys.argv[1:]
+settings = {"offload": "disk", "offload_folder": folder} if folder else {}
+model, report = umem.load(path, device="cpu", return_report=True, **settings)
+with torch.no_grad():
+    torch.save(model(torch.arange(1, 9)[None]).logits, answer)
+forecast = report.plan.forecast
+print(forecast.final_bytes, forecast.final_bytes_by_device.get("disk", 0), forecast.offloaded_bytes)
+"""
+
+
+def test_a_model_larger_than_the_limit_loads_and_answers_from_disk(tmp_path: Path) -> None:
+    write_sample(tmp_path / "moe", layers=6, experts=24)
+    evict(tmp_path / "moe")
+    answers = [tmp_path / "whole.pt", tmp_path / "split.pt"]
+    limit = 600 * MIB
+    with memory_group() as group:
+        group.limit(limit)
+        split = group.run(ANSWER, str(tmp_path / "moe"), str(tmp_path / "off"), str(answers[1]))
+    assert split.returncode == 0, split.stderr
+    final, on_disk, written = map(int, split.stdout.split())
+    assert final > limit
+    assert on_disk > final - 300 * MIB
+    assert written > 400 * MIB
+    assert not (tmp_path / "off").exists()
+    with memory_group() as group:
+        whole = group.run(ANSWER, str(tmp_path / "moe"), "", str(answers[0]))
+    assert whole.returncode == 0, whole.stderr
+    assert torch.equal(*(torch.load(answer) for answer in answers))

@@ -63,14 +63,14 @@ class DeviceMap:
     def _normal(self, device: Any) -> str:
         if device == DISK:
             return DISK
+        kind = torch.device(self._main_device).type
         try:
-            found = torch.device(device)
+            found = torch.device(kind, device) if isinstance(device, int) else torch.device(device)
         except (RuntimeError, TypeError) as error:
             raise ConfigError(f"device_map: {device!r} is no device; give 'cpu', 'disk' or a torch device") from error
         if found.type == "meta":
             raise ConfigError("device_map: meta holds no weights; give 'cpu', 'disk' or a torch device")
-        same_kind = str(found) == found.type == torch.device(self._main_device).type
-        return self._main_device if same_kind else str(found)
+        return self._main_device if str(found) == kind else str(found)
 
 
 def _parents(name: str) -> Iterator[str]:
@@ -131,7 +131,7 @@ class Placement:
         """
         device = session.platform.device
         if self.device_map is not None:
-            return {"device_map": dict(self.device_map)}
+            return {"device_map": {name: _plain(device) for name, device in self.device_map.items()}}
         if self.offload is None:
             return {"device_map": None if device == "cpu" else {"": device}}
         if self.offload is Offload.CPU:
@@ -228,6 +228,11 @@ def _refuse_same_memory(session: LoadSession) -> None:
         )
 
 
+def _plain(device: Any) -> Any:
+    """As accelerate compares and opens devices: by name."""
+    return str(device) if isinstance(device, torch.device) else device
+
+
 def _key_of(device: str) -> int | str:
     """The device as the planner's `max_memory` calls it: accelerators by number."""
     found = torch.device(device)
@@ -240,13 +245,18 @@ def _check_names(given: Mapping[str, Any], devices: DeviceMap, model: Any) -> No
     foreign = [name for name in given if name not in known]
     if foreign:
         raise ConfigError(f"device_map: the model has no module {', '.join(foreign[:_SHOWN])}")
+    for name in given:
+        above = next((parent for parent in _parents(name) if parent != name and parent in given), None)
+        if above is not None and devices.device_of(above) != devices.device_of(name):
+            whole = above or "the model"
+            raise ConfigError(
+                f"device_map: {name} lies in {whole}, which goes elsewhere; name the modules of {whole} one by one"
+            )
     outside = getattr(model, "_no_placement_params", None) or ()
     left_out = [name for name in tensors if devices.device_of(name) is None and not name.endswith(tuple(outside))]
     if left_out:
         more = f" and {len(left_out) - _SHOWN} more" if len(left_out) > _SHOWN else ""
-        raise ConfigError(
-            f"device_map: no device for {', '.join(left_out[:_SHOWN])}{more}; add their modules, or '' for all the rest"
-        )
+        raise ConfigError(f"device_map: no device for {', '.join(left_out[:_SHOWN])}{more}; add their modules")
 
 
 def _ties_of(model: Any) -> dict[str, set[str]]:
