@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,13 +23,13 @@ LOAD = """
 import json, sys
 import torch
 from pathlib import Path
-import transformers.models.qwen3_moe.modeling_qwen3_moe
+import accelerate.big_modeling, torch._dynamo, transformers.models.qwen3_moe.modeling_qwen3_moe
 import umem, umem.adapters.hosts.transformers, umem.strategies
 path, used, peak = sys.argv[1:]
 umem.plan(path, device="cpu")
 Path(peak).write_text("0")
 base = int(Path(used).read_text())
-model, report = umem.load(path, device="cpu", return_report=True, config=umem.LoadConfig(reader=READER))
+model, report = umem.load(path, device="cpu", return_report=True, config=umem.LoadConfig(reader=READER), SETTINGS)
 print(json.dumps([int(Path(peak).read_text()) - base, report.plan.forecast.peak_bytes, report.plan.forecast.final_bytes,
                   report.measured_peak_bytes]))
 """
@@ -50,11 +51,12 @@ def evict(directory: Path) -> None:
         os.close(descriptor)
 
 
-def run(group: MemoryGroup, directory: Path, reader: str) -> list[int]:
+def run(group: MemoryGroup, directory: Path, reader: str, **settings: Any) -> list[int]:
     if group.version != 1:
         pytest.skip("memory.peak of cgroup v2 can only be reset through a descriptor of its own")
     files = [str(group.path / name) for name in ("memory.usage_in_bytes", "memory.max_usage_in_bytes")]
-    done = group.run(LOAD.replace("READER", repr(reader)), str(directory), *files)
+    code = LOAD.replace("READER", repr(reader)).replace("SETTINGS", f"**{settings!r}")
+    done = group.run(code, str(directory), *files)
     assert done.returncode == 0, done.stderr
     facts: list[int] = json.loads(done.stdout)
     return facts
@@ -92,6 +94,16 @@ def test_a_limit_that_is_too_small_is_an_error_and_no_kill(checkpoint: Path) -> 
         )
         done = group.run(code, str(checkpoint))
     assert done.stdout.startswith("InsufficientMemoryError the control group's headroom"), done.stderr
+
+
+@pytest.mark.parametrize("reader", ["auto", "buffered"])
+def test_a_load_to_disk_takes_the_window(checkpoint: Path, tmp_path: Path, reader: str) -> None:
+    evict(checkpoint)
+    with memory_group() as group:
+        device_map = {"": "disk"}
+        peak, forecast, final, _ = run(group, checkpoint, reader, device_map=device_map, offload_folder=str(tmp_path))
+    assert forecast == 64 * MIB
+    assert peak <= forecast + 0.02 * final  # 96 MiB are written
 
 
 ANSWER = """

@@ -38,11 +38,13 @@ def written(path: Path) -> OffloadFile:
 
 
 def test_the_file_is_a_checkpoint_like_any_other(tmp_path: Path) -> None:
-    written(tmp_path / "w.safetensors").close()
-    with safe_open(tmp_path / "w.safetensors", framework="pt") as file:
+    file = written(tmp_path / "w.safetensors")
+    file.settle()
+    file.close()
+    with safe_open(tmp_path / "w.safetensors", framework="pt") as stored:
         for name, weight in WEIGHTS.items():
-            assert file.get_tensor(name).dtype == weight.dtype
-            assert same_bytes(file.get_tensor(name), weight), name
+            assert stored.get_tensor(name).dtype == weight.dtype
+            assert same_bytes(stored.get_tensor(name), weight), name
     entries = open_checkpoint(tmp_path / "w.safetensors").entries
     assert {name: entry.shape for name, entry in entries.items()} == {n: tuple(w.shape) for n, w in WEIGHTS.items()}
     assert all(entry.start % entry.dtype.itemsize == 0 for entry in entries.values())

@@ -147,6 +147,7 @@ class OffloadFile:
             _allocate(self._descriptor, path, size)
             os.pwrite(self._descriptor, header, 0)
             self.memory = mmap.mmap(self._descriptor, size)
+            self.memory.madvise(mmap.MADV_RANDOM)  # or the first write to a page reads pages around it
         except BaseException:
             os.close(self._descriptor)
             raise
@@ -162,9 +163,10 @@ class OffloadFile:
         evict(self._descriptor)
 
     def close(self) -> None:
-        """Settle, and let go of the file; the mapping lives as long as views of it."""
-        self.settle()
-        os.close(self._descriptor)
+        """Let go of the file; the mapping lives as long as views of it."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
 
 
 def settle_file(path: str) -> None:

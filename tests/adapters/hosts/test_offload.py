@@ -26,6 +26,7 @@ from tests.writers import same_bytes  # noqa: E402
 from umem.adapters.hosts.transformers.placement import DeviceMap, Placement  # noqa: E402
 from umem.config import LoadConfig  # noqa: E402
 from umem.errors import (  # noqa: E402
+    ChangedFileError,
     ConfigError,
     InsufficientMemoryError,
     InsufficientSpaceError,
@@ -248,7 +249,7 @@ def test_the_files_go_with_the_model(tmp_path: Path) -> None:
     part = second.model
     del second
     gc.collect()
-    assert torch.equal(part(torch.arange(1, 9)[None])[0].isfinite().all(), torch.tensor(True))  # type: ignore[operator]
+    assert torch.equal(part(torch.arange(1, 9)[None])[0].isfinite().all(), torch.tensor(True))
     del part
     gc.collect()
     assert [path.name for path in (tmp_path / "off").iterdir()] == ["foreign"]
@@ -283,6 +284,18 @@ def test_a_load_that_fails_leaves_the_folder_as_it_was(
     with pytest.raises(raised):
         umem.load(tmp_path, device="cpu", config=LoadConfig(reader="buffered"), **settings)
     assert [path.name for path in (tmp_path / "off").rglob("*")] == ["foreign"]
+
+
+def test_a_checkpoint_that_changes_under_the_load_is_no_place_to_stay(tmp_path: Path) -> None:
+    save_family(tmp_path, "llama")
+    rewrite(tmp_path, **{"model.norm.weight": torch.ones(32)})  # fp32, so that one weight is read and cast
+
+    def touch(_: Any) -> None:
+        os.utime(tmp_path / "model.safetensors")
+
+    with pytest.raises(ChangedFileError):
+        umem.load(tmp_path, device="cpu", device_map={"": "disk"}, offload_folder=tmp_path / "off", progress=touch)
+    assert not (tmp_path / "off").exists()
 
 
 def test_the_plan_says_where_things_go(tmp_path: Path) -> None:

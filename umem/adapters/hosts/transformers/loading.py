@@ -71,13 +71,13 @@ class TransformersLoad:
         with self._session.phase("install"):
             offload.finish(model.all_tied_weights_keys)
             self._install(model, tensors, load_config, info)
-        info.missing_keys.difference_update(offload.index or ())
+        info.missing_keys.difference_update(offload.index)
         info.unexpected_keys.update(self._mapping.unexpected_names)
         self.finished = True
         model._weight_conversions = [
             transform for transform in load_config.weight_mapping or [] if transform.was_used()
         ]
-        return info, offload.index
+        return info, offload.index if offload else None
 
     def discard(self) -> None:
         """Remove what the load wrote; for loads that fail."""

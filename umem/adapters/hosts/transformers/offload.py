@@ -42,7 +42,7 @@ class DiskOffload:
     Attributes
     ----------
     index
-        For the library, complete when the load has run; None where nothing is on disk.
+        For the hooks, complete when the load has run.
     file
         For the engine to write to; None where nothing needs to be written by it.
 
@@ -59,7 +59,7 @@ class DiskOffload:
         self._on_disk = {target.name: target for target in plan.filled if target.device == DISK}
         self._folder: OffloadFolder | None = None
         self.file: OffloadFile | None = None
-        self.index: OffloadIndex | None = OffloadIndex() if self._on_disk else None
+        self.index = OffloadIndex()
         needed_bytes = plan.forecast.offloaded_bytes
         if needed_bytes and folder is None:
             raise ConfigError(
@@ -69,8 +69,7 @@ class DiskOffload:
         if needed_bytes and folder is not None:
             check_space(folder, needed_bytes)
             self._folder = OffloadFolder(folder)
-            if self.index is not None:
-                weakref.finalize(self.index, self._folder.remove)
+            weakref.finalize(self.index, self._folder.remove)
             self.file = self._new_file(self._folder)
 
     def _new_file(self, folder: OffloadFolder) -> OffloadFile | None:
@@ -90,27 +89,38 @@ class DiskOffload:
 
     def store(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Write what the library's code made of a weight, and give its likeness on the meta device."""
-        if self._folder is None or self.index is None:
+        if self._folder is None:
             raise ValueError(f"{name} is not to be written")
         offload_weight(tensor.contiguous(), name, self._folder.path, self.index)
         settle_file(self.index[name]["safetensors_file"])
         return tensor.to("meta")
 
     def finish(self, ties: dict[str, str]) -> None:
-        """Complete the index when everything is written; `ties` are the model's, target -> source."""
+        """Complete the index when everything is written; `ties` are the model's, target -> source.
+
+        Raises
+        ------
+        ChangedFileError, TruncatedFileError
+            A file that weights stay in is not the one that was planned.
+        """
         if self.file is not None:
+            self.file.settle()
             self.file.close()
-        if self.index is None:
-            return
-        for group in self._plan.groups:
-            for target in {self._plan.targets[name] for name in group.targets}:
-                if target.name in self._on_disk:
-                    place = self._place(group, target)
-                    self.index.update(dict.fromkeys((target.name, *target.aliases), place))
+        self._check_kept_files()
+        groups_of = {self._plan.targets[name].name: group for group in self._plan.groups for name in group.targets}
+        for target in self._on_disk.values():
+            place = self._place(groups_of[target.name], target)
+            self.index.update(dict.fromkeys((target.name, *target.aliases), place))
         for name, source in ties.items():
             for one, other in ((name, source), (source, name)):
                 if one not in self.index and other in self.index:
                     self.index[one] = self.index[other]
+
+    def _check_kept_files(self) -> None:
+        kept = {group.entries[0].shard for group in self._plan.groups if group.route is Route.KEPT}
+        for number in kept:
+            shard = self._plan.checkpoint.shards[number]
+            shard.check_unchanged(os.stat(shard.path))
 
     def _place(self, group: Group, target: Target) -> dict[str, str]:
         if group.route is Route.KEPT:
@@ -118,12 +128,17 @@ class DiskOffload:
             path, name = self._plan.checkpoint.shards[entry.shard].path, entry.name
         elif self.file is not None and group.writes:
             path, name = self.file.path, target.name
-        elif self.index is not None:
+        else:
             return self.index[target.name]
         dtype = str(torch_dtype(target.dtype)).removeprefix("torch.")
         return {"safetensors_file": os.path.abspath(path), "weight_name": name, "dtype": dtype}
 
+    def __bool__(self) -> bool:
+        return bool(self._on_disk)
+
     def discard(self) -> None:
         """Remove what was written; for loads that fail."""
+        if self.file is not None:
+            self.file.close()
         if self._folder is not None:
             self._folder.remove()
