@@ -144,8 +144,8 @@ def execute(
         run.destinations.clear()  # a kept traceback must not keep the model's memory
         outcome.tensors.clear()
         raise
-    in_memory = {name: place.tensor for name, place in run.destinations.items() if place.target.device != DISK}
-    outcome.tensors.update(in_memory)
+    in_memory = (name for name in run.destinations if plan.targets[name].device != DISK)
+    outcome.tensors.update({name: run.destinations[name].tensor for name in in_memory})
     outcome.window_peak_bytes = run.window.peak_bytes
     return outcome
 

@@ -118,12 +118,12 @@ def destination_of(target: Target, tensor: torch.Tensor) -> Destination:
 
 
 def in_file(target: Target, memory: mmap.mmap, start: int) -> Destination:
-    """The destination for `target` in a mapped file, from byte `start`.
+    """The destination for `target` in a mapped file, from byte `start`: the processor writes it.
 
     Readers do not read into it, since a file that is read past the page cache cannot be read into another's pages
     everywhere: what goes there is staged.
     """
-    dtype = torch_dtype(target.dtype)
+    dtype, target = torch_dtype(target.dtype), target._replace(device="cpu")
     if not target.nbytes:
         return Destination(target, torch.empty(target.shape, dtype=dtype), None)
     items = torch.frombuffer(memory, dtype=dtype, count=target.items, offset=start)
