@@ -1,10 +1,9 @@
 """Loads checkpoints by umem, by transformers and by a plain read, each in fresh processes, in turn.
 
 For each loader: seconds to loaded, seconds from process start to the first forward pass, peak memory, page cache left,
-and a digest of every parameter and buffer, which must agree. Cold runs evict the files first; warm runs read them
-first; what was cached at the start is in the result. Peak memory is a fresh memory cgroup's high-water mark over the
-load, page cache included, where cgroups can be made; otherwise the process's own resident high-water mark. Medians of
-interleaved runs, as ratios too.
+and a digest of every parameter and buffer, which must agree. `measuring.py` says how a load is measured. Medians of
+interleaved runs, as ratios too. transformers may leave parameters in mapped files, whose bytes are read later;
+`bench_load.py` compares loads that end in the same state, and further loaders.
 
 The plain reads are no loaders: they put the same bytes into freshly allocated memory by two threads, through the page
 cache and past it, and show what the machine gives in the same minute.
@@ -13,57 +12,46 @@ cache and past it, and show what the machine gives in the same minute.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import hashlib
 import json
-import mmap
-import os
-import platform
-import subprocess
 import sys
-import threading
 import time
-import uuid
-from collections.abc import Callable, Iterator, Sequence
-from datetime import UTC, datetime
-from importlib.metadata import version
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any, TypeVar
+from typing import Any
+
+from end_state import digest
+from loaders import import_model_code, prepared_umem
+from measuring import CACHES, RunFailedError, machine, measured, request_of_child, run_checked, shards_of, turned
+from raw_reads import RawRead, prepared_raw
 
 LOADERS = ("umem", "transformers", "raw buffered", "raw direct")
-BLOCK = 8 << 20
-_Item = TypeVar("_Item")
-CGROUPS = Path("/sys/fs/cgroup")
+BLOCK_BYTES, THREADS = 8 << 20, 2
 
 
 # --- in the child ----------------------------------------------------------------------------------------------------
 
 
-def child(loader: str, checkpoint: Path, started_s: float, group: str) -> dict[str, Any]:
+def child(request: Mapping[str, Any]) -> dict[str, Any]:
     """One load in this process; what it took, in bytes and seconds."""
-    prepare: Callable[[], Callable[[], Any]] = {
-        "umem": lambda: prepared_umem(checkpoint),
-        "transformers": lambda: prepared_transformers(checkpoint),
-        "raw buffered": lambda: prepared_raw(checkpoint, direct=False),
-        "raw direct": lambda: prepared_raw(checkpoint, direct=True),
-    }[loader]
-    load = prepare()
-    memory = PeakMemory(group)
-    cached_before = cached(checkpoint)
-    before_s = time.monotonic()
-    result = load()
-    loaded_s = time.monotonic()
-    facts: dict[str, Any] = {
-        "load_s": loaded_s - before_s,
-        "cached_before_bytes": cached_before,
-        "peak_bytes": memory.peak_bytes(),
-        "peak_source": memory.source,
-        "cache_left_bytes": (cached(checkpoint) or 0) - (cached_before or 0),
-    }
+    loader, checkpoint = request["loader"], Path(request["checkpoint"])
+    result, facts = measured(prepared(loader, checkpoint), request)
+    facts["cache_left_bytes"] = (facts["cached_after_bytes"] or 0) - (facts["cached_before_bytes"] or 0)
     if not loader.startswith("raw"):
-        facts |= after_load(result, started_s)
+        facts |= after_load(result, request["started_s"])
     return facts
+
+
+def prepared(loader: str, checkpoint: Path) -> Callable[[], Any]:
+    """Import what a load needs; the load itself comes later."""
+    if loader == "umem":
+        return prepared_umem(checkpoint, [])
+    import_model_code(checkpoint)  # for a plain read too: the same process, so the same state of the machine
+    if loader == "transformers":
+        import transformers
+
+        return lambda: transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
+    return prepared_raw(RawRead(loader == "raw direct", THREADS, BLOCK_BYTES), shards_of(checkpoint))
 
 
 def after_load(result: Any, started_s: float) -> dict[str, Any]:
@@ -80,7 +68,7 @@ def after_load(result: Any, started_s: float) -> dict[str, Any]:
     facts = {
         "first_forward_s": first_s - started_s,
         "second_forward_s": second_s - first_s,
-        "digest": digest(model, logits),
+        "digest": digest([*model.state_dict().items(), *model.named_buffers(), ("logits", logits)]),
     }
     if report is not None:
         facts["report"] = report.to_json()
@@ -100,168 +88,16 @@ def rendered(report: Any) -> str:
     return capture.get()
 
 
-def digest(model: Any, logits: Any) -> str:
-    """A hash of names, dtypes, shapes and bytes of everything in the model, and of its logits."""
-    import torch
-
-    state = hashlib.blake2b(digest_size=16)
-    for name, tensor in [*model.state_dict().items(), *model.named_buffers(), ("logits", logits)]:
-        state.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        state.update(memoryview(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()))
-    return state.hexdigest()
-
-
-def prepared_umem(checkpoint: Path) -> Callable[[], Any]:
-    """Import what a load needs; the load itself comes later."""
-    import torch  # noqa: F401
-    import transformers.models.qwen3.modeling_qwen3
-    import transformers.models.qwen3_moe.modeling_qwen3_moe  # noqa: F401
-
-    import umem
-    import umem.adapters.hosts.transformers
-    import umem.strategies
-
-    return lambda: umem.load(checkpoint, return_report=True)
-
-
-def prepared_transformers(checkpoint: Path) -> Callable[[], Any]:
-    """Import what a load needs; the load itself comes later."""
-    import transformers
-    import transformers.models.qwen3.modeling_qwen3
-    import transformers.models.qwen3_moe.modeling_qwen3_moe
-
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    return lambda: transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
-
-
-def prepared_raw(checkpoint: Path, *, direct: bool) -> Callable[[], Any]:
-    """Two threads that read every shard into fresh anonymous memory, in file order."""
-    import torch  # noqa: F401 - the same process as the loaders, so the same state of the machine
-    import transformers.models.qwen3.modeling_qwen3
-    import transformers.models.qwen3_moe.modeling_qwen3_moe  # noqa: F401
-
-    def load() -> list[mmap.mmap]:
-        whole, pieces = [], []
-        for path in sorted(checkpoint.glob("*.safetensors")):
-            size = path.stat().st_size
-            pages = mmap.mmap(
-                -1, -(-size // mmap.PAGESIZE) * mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-            )
-            whole.append(pages)
-            pieces += [(path, pages, offset) for offset in range(0, size, BLOCK)]
-        waiting, lock = iter(pieces), threading.Lock()
-        flags = os.O_RDONLY | (os.O_DIRECT if direct else 0)
-
-        def work() -> None:
-            with contextlib.ExitStack() as stack:
-                opened: dict[Path, int] = {}
-                while True:
-                    with lock:
-                        piece = next(waiting, None)
-                    if piece is None:
-                        return
-                    path, pages, offset = piece
-                    if path not in opened:
-                        opened[path] = os.open(path, flags)
-                        stack.callback(os.close, opened[path])
-                    os.preadv(opened[path], [memoryview(pages)[offset : offset + BLOCK]], offset)
-
-        threads = [threading.Thread(target=work) for _ in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return whole
-
-    return load
-
-
-class PeakMemory:
-    """The most memory taken since it was made: by the cgroup's mark, else by the process's own."""
-
-    def __init__(self, group: str) -> None:
-        self._group = Path(group) if group else None
-        self.source = "cgroup, page cache included" if group else "resident memory of the process"
-        if self._group is not None:
-            (self._group / "memory.max_usage_in_bytes").write_text("0")
-            self._base = int((self._group / "memory.usage_in_bytes").read_text())
-        else:
-            Path("/proc/self/clear_refs").write_text("5")
-            self._base = status_bytes("VmRSS")
-
-    def peak_bytes(self) -> int:
-        """Bytes beyond what was in use at the start."""
-        if self._group is not None:
-            return int((self._group / "memory.max_usage_in_bytes").read_text()) - self._base
-        return status_bytes("VmHWM") - self._base
-
-
-def status_bytes(name: str) -> int:
-    """A size from /proc/self/status."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{name}:"):
-            return int(line.split()[1]) * 1024
-    raise KeyError(name)
-
-
-def cached(checkpoint: Path) -> int | None:
-    """Bytes of the shards in the page cache."""
-    from umem.checkpoint.pagecache import cached_bytes_of_files
-
-    return cached_bytes_of_files(str(path) for path in checkpoint.glob("*.safetensors"))
-
-
 # --- in the parent ---------------------------------------------------------------------------------------------------
 
 
-def run(loader: str, checkpoint: Path, *, cold: bool) -> dict[str, Any]:
+def run(loader: str, checkpoint: Path, cache: str) -> dict[str, Any]:
     """One load in a fresh process, from a cold or warm cache."""
-    prepare_cache(checkpoint, cold=cold)
-    with memory_group() as group:
-        command = [sys.executable, __file__, str(checkpoint), "--child", loader, str(time.monotonic()), group]
-        procs = Path(group) / "cgroup.procs"
-        done = subprocess.run(
-            command,
-            preexec_fn=(lambda: procs.write_text(str(os.getpid())) and None) if group else None,
-            stdout=subprocess.PIPE,
-            text=True,
-            check=True,
-            env=os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"},
-        )
-    facts: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    request = {"loader": loader, "checkpoint": str(checkpoint)}
+    facts, rejected = run_checked(__file__, request, files=shards_of(checkpoint), cache=cache)
+    if facts is None:
+        raise RunFailedError(f"the page cache could not be made {cache}: {max(rejected):.1%} cached at the start")
     return facts
-
-
-def prepare_cache(checkpoint: Path, *, cold: bool) -> None:
-    """Evict the shards from the page cache, or read them into it."""
-    for path in checkpoint.glob("*.safetensors"):
-        with path.open("rb", buffering=0) as file:
-            if cold:
-                os.fsync(file.fileno())
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            else:
-                while file.read(BLOCK):
-                    pass
-
-
-@contextlib.contextmanager
-def memory_group() -> Iterator[str]:
-    """A fresh memory cgroup (v1), or nothing where none can be made."""
-    path = CGROUPS / "memory" / f"umem-compare-{uuid.uuid4().hex[:8]}"
-    try:
-        path.mkdir()
-    except OSError:
-        yield ""
-        return
-    try:
-        yield str(path)
-    finally:
-        for _ in range(100):
-            with contextlib.suppress(OSError):
-                path.rmdir()
-                break
-            time.sleep(0.05)
 
 
 def measure(checkpoints: Sequence[Path], loaders: Sequence[str], caches: Sequence[str], repeats: int) -> dict[str, Any]:
@@ -272,38 +108,17 @@ def measure(checkpoints: Sequence[Path], loaders: Sequence[str], caches: Sequenc
         for cache in caches:
             for loader in turned(loaders, number):
                 for checkpoint in turned(checkpoints, number):
-                    facts = run(loader, checkpoint, cold=cache == "cold")
+                    facts = run(loader, checkpoint, cache)
                     runs[checkpoint.name, cache, loader].append(facts)
                     note = f"{checkpoint.name} {cache} {loader}: {facts['load_s']:.2f} s"
                     print(f"{note}, peak {facts['peak_bytes'] / 2**20:.0f} MiB", file=sys.stderr, flush=True)
-    sizes = {path.name: sum(shard.stat().st_size for shard in path.glob("*.safetensors")) for path in checkpoints}
+    sizes = {path.name: sum(shard.stat().st_size for shard in shards_of(path)) for path in checkpoints}
     listed = [
         {"checkpoint": name, "cache": cache, "loader": loader, "runs": runs[name, cache, loader]}
         for name, cache, loader in keys
     ]
-    return {"machine": machine(), "bytes": sizes, "repeats": repeats, "series": listed}
-
-
-def turned(items: Sequence[_Item], number: int) -> list[_Item]:
-    """The items, begun with another one each time: what ran just before decides which memory is warm."""
-    first = number % len(items)
-    return [*items[first:], *items[:first]]
-
-
-def machine() -> dict[str, Any]:
-    """What the figures were measured on."""
-    memory = os.sysconf("SC_PAGESIZE") * os.sysconf("SC_PHYS_PAGES")
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    return {
-        "date": datetime.now(UTC).date().isoformat(),
-        "commit": commit.stdout.strip(),
-        "cores": os.cpu_count(),
-        "memory_gib": round(memory / 2**30, 1),
-        "kernel": platform.release().split("-")[0],
-        "architecture": platform.machine(),
-        "python": platform.python_version(),
-        **{name: version(name) for name in ("torch", "transformers", "safetensors")},
-    }
+    packages = ("torch", "transformers", "safetensors")
+    return {"machine": machine(packages), "bytes": sizes, "repeats": repeats, "series": listed}
 
 
 def rows(result: dict[str, Any]) -> list[dict[str, Any]]:
@@ -435,18 +250,17 @@ def show(result: dict[str, Any]) -> None:
 
 def main() -> None:
     """Measure and show."""
+    request = request_of_child()
+    if request is not None:
+        print(json.dumps(child(request)))
+        return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoints", type=Path, nargs="+", metavar="CHECKPOINT")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--caches", nargs="+", choices=("cold", "warm"), default=["cold", "warm"])
+    parser.add_argument("--caches", nargs="+", choices=CACHES, default=list(CACHES))
     parser.add_argument("--loaders", nargs="+", choices=LOADERS, default=list(LOADERS))
     parser.add_argument("--save", type=Path, help="write PATH.json and PATH.md")
-    parser.add_argument("--child", nargs=3, metavar=("LOADER", "STARTED", "GROUP"), help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.child:
-        loader, started, group = options.child
-        print(json.dumps(child(loader, options.checkpoints[0], float(started), group)))
-        return
     result = measure(options.checkpoints, options.loaders, options.caches, options.repeats)
     show(result)
     if options.save is not None:

@@ -1,6 +1,7 @@
 # Sourced by the other scripts: the project's own virtual environment, installed once for each state of its requirements.
 #   prepare_environment EXTRA [PACKAGE ...]
-# installs umem with the extra, and the packages without what they depend on. Sets $python.
+# installs umem with the extra, and the packages without what they depend on. Sets $python. With PYTHON=... in the
+# environment that interpreter is used as it is, and nothing is installed.
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv="$root/.venv"
@@ -21,6 +22,11 @@ find_python() {
 prepare_environment() {
     local extra=$1 state stamp base
     shift
+    if [ -n "${PYTHON:-}" ]; then
+        python=$(command -v "$PYTHON") || { echo "PYTHON=$PYTHON is no program" >&2; return 1; }
+        export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
+        return
+    fi
     state=$(cat "$root/pyproject.toml" "$root/constraints.txt" "${BASH_SOURCE[0]}" | cksum | tr ' ' -)
     stamp="$venv/.installed-$extra-$state"
     [ -e "$stamp" ] && return

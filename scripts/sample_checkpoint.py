@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -99,19 +99,29 @@ def dense_tensors(layers: int) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 def write_sample(directory: Path, *, layers: int = 4, experts: int = 64) -> None:
     """Write the checkpoint, unless it is there whole; no experts: a dense model."""
+    if experts:
+        config = CONFIG | {"num_hidden_layers": layers, "num_experts": experts}
+        write_checkpoint(directory, tensors(layers, experts), config=config)
+    else:
+        write_checkpoint(directory, dense_tensors(layers), config=DENSE_CONFIG | {"num_hidden_layers": layers})
+
+
+def write_checkpoint(
+    directory: Path,
+    named: Iterable[tuple[str, tuple[int, ...]]],
+    *,
+    config: Mapping[str, object] | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Write tensors of these names and shapes in shards of at most `shard_bytes`, unless they are there whole."""
     if (directory / "model.safetensors.index.json").exists():
         return
     directory.mkdir(parents=True, exist_ok=True)
-    config = DENSE_CONFIG | {"num_hidden_layers": layers}
-    named = dense_tensors(layers)
-    if experts:
-        config = CONFIG | {"num_hidden_layers": layers, "num_experts": experts}
-        named = tensors(layers, experts)
     shards: list[list[tuple[str, tuple[int, ...]]]] = [[]]
     filled = 0
     for name, shape in named:
         size = 2 * torch.Size(shape).numel()
-        if filled + size > SHARD_BYTES and shards[-1]:
+        if filled + size > shard_bytes and shards[-1]:
             shards.append([])
             filled = 0
         shards[-1].append((name, shape))
@@ -121,8 +131,9 @@ def write_sample(directory: Path, *, layers: int = 4, experts: int = 64) -> None
         file_name = f"model-{number:05}-of-{len(shards):05}.safetensors"
         write_shard(directory / file_name, shard)
         weight_map.update({name: file_name for name, _ in shard})
-    (directory / "config.json").write_text(json.dumps(config, indent=2))
-    (directory / "generation_config.json").write_text(json.dumps({"do_sample": False, "eos_token_id": 0}))
+    if config is not None:
+        (directory / "config.json").write_text(json.dumps(config, indent=2))
+        (directory / "generation_config.json").write_text(json.dumps({"do_sample": False, "eos_token_id": 0}))
     index = {"metadata": {}, "weight_map": weight_map}
     partial = directory / "index.partial"
     partial.write_text(json.dumps(index))

@@ -2,78 +2,30 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
-import time
-import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
-from typing import NamedTuple
 
+import cgroups
 import pytest
 
-ROOT = Path("/sys/fs/cgroup")
 
-
-class MemoryGroup(NamedTuple):
-    """A memory cgroup; `peak_bytes` counts page cache too."""
-
-    path: Path
-    version: int
-
-    @property
-    def peak_bytes(self) -> int:
-        name = "memory.max_usage_in_bytes" if self.version == 1 else "memory.peak"
-        return int((self.path / name).read_text())
-
-    def reset_peak(self) -> None:
-        name = "memory.max_usage_in_bytes" if self.version == 1 else "memory.peak"
-        (self.path / name).write_text("0")
-
-    @property
-    def used_bytes(self) -> int:
-        name = "memory.usage_in_bytes" if self.version == 1 else "memory.current"
-        return int((self.path / name).read_text())
-
-    def limit(self, count: int) -> None:
-        name = "memory.limit_in_bytes" if self.version == 1 else "memory.max"
-        (self.path / name).write_text(str(count))
+class MemoryGroup(cgroups.MemoryGroup):
+    """A memory cgroup that can run code."""
 
     def run(self, code: str, *arguments: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
         """Run Python code in a fresh process of this group."""
-        procs = self.path / "cgroup.procs"
         command: Sequence[str] = [sys.executable, "-c", code, *arguments]
         return subprocess.run(
-            command,
-            preexec_fn=lambda: procs.write_text(str(os.getpid())) and None,
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-            check=False,
+            command, preexec_fn=self.join, capture_output=True, text=True, timeout=timeout, check=False
         )
 
 
 @contextmanager
 def memory_group() -> Iterator[MemoryGroup]:
     """A fresh memory cgroup, removed afterwards; skips where none can be made."""
-    version, parent = (1, ROOT / "memory") if (ROOT / "memory").is_dir() else (2, ROOT)
-    path = parent / f"umem-test-{uuid.uuid4().hex[:8]}"
-    try:
-        if version == 2:
-            (parent / "cgroup.subtree_control").write_text("+memory")
-        path.mkdir()
-    except OSError as error:
-        pytest.skip(f"no memory cgroup can be made: {error}")
-    group = MemoryGroup(path, version)
-    try:
-        group.used_bytes  # noqa: B018 - reads a file that must be there
-        yield group
-    finally:
-        for _ in range(50):
-            try:
-                path.rmdir()
-                break
-            except OSError:
-                time.sleep(0.05)
+    with cgroups.new_memory_group("umem-test") as group:
+        if group is None:
+            pytest.skip("no memory cgroup can be made")
+        yield MemoryGroup(*group)

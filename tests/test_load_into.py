@@ -202,3 +202,11 @@ def test_reading_starts_only_after_all_checks(tmp_path: Path) -> None:
     with pytest.raises(KeyMismatchError):
         umem.load_into(module, path, device="cpu")
     assert bytes_read() - before < 200_000
+
+
+def test_a_checkpoint_of_empty_tensors(tmp_path: Path) -> None:
+    path = write_safetensors(tmp_path / "m.safetensors", {"empty": torch.empty(0, 3)})
+    module = Holder({"empty": torch.empty(0, 3)})
+    report = umem.load_into(module, path, device="cpu")
+    assert module.state_dict()["empty"].shape == (0, 3)
+    assert (report.reader, report.copier) == ("none", "none")

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 from umem._types import DType
 from umem.checkpoint import Checkpoint
+from umem.checkpoint.stores import store_of
+from umem.checkpoint.urls import plain_path
 from umem.config import LoadConfig
 from umem.errors import ConfigError, KeyMismatchError
 from umem.planning import Adaptation, LoadPlan, Target, Targets, make_plan, targets_of_module
@@ -53,7 +55,7 @@ def load(
     Parameters
     ----------
     path_or_id
-        A directory with `config.json` and weights, or a hub id.
+        A directory with `config.json` and weights, the URL of one (`s3://bucket/model`), or a hub id.
     device
         Where the model goes; `auto` is the best device there is.
     dtype
@@ -148,11 +150,13 @@ def _check_dtype(dtype: str | torch.dtype) -> None:
 
 
 def _has_model_config(path_or_id: str | os.PathLike[str]) -> bool:
-    path = os.fspath(path_or_id)
-    if not os.path.exists(path):
+    path = plain_path(os.fspath(path_or_id))
+    store = store_of(path)
+    kind = store.kind(path)
+    if kind is None:
         return True
-    directory = path if os.path.isdir(path) else os.path.dirname(path)
-    return os.path.exists(os.path.join(directory, "config.json"))
+    directory = path if kind == "directory" else store.parent(path)
+    return store.kind(store.joined(directory, "config.json")) == "file"
 
 
 def _host(name: str) -> Any:
@@ -178,6 +182,8 @@ def load_into(
 
     Parameters
     ----------
+    path_or_id
+        A directory, a file, a URL (`s3://bucket/model`, `https://host/model.safetensors`), or a hub id.
     device
         Where meta tensors go; live ones stay where they are.
     dtype
@@ -286,8 +292,9 @@ def load_adapter(
     is added to the rows of the weight, in the dtypes and the order of operations of peft 0.21 (the product in fp32
     where the adapter is; rounded to the weight's dtype once, by the addition, and before it for embeddings and
     experts). DoRA: (W + BA) times magnitude / norm, in tiles of whole rows. Where a weight fits into one tile
-    (some MiB) the bits are peft's, and so they usually are in several; a matrix product of few rows may be summed in
-    another order, which moves an element by at most 16 eps, in 16-bit dtypes 1 eps, of the weight's largest. Live
+    (some MiB) the bits are peft's, and so they usually are in several. A matrix product of few rows, and on some
+    processors one that peft does as a convolution, may be summed in another order, which moves an element by at most
+    16 eps, in 16-bit dtypes 1 eps, of the weight's largest. Live
     besides the model are one weight's factors and a tile, within the window.
 
     Parameters
@@ -295,7 +302,8 @@ def load_adapter(
     model
         A base model that has its weights and no adapter yet.
     path_or_id
-        The directory of an adapter (`adapter_config.json` and `adapter_model.safetensors` or `.bin`), or a hub id.
+        The directory of an adapter (`adapter_config.json` and `adapter_model.safetensors` or `.bin`), the URL of one,
+        or a hub id.
     merge
         Add the adapter to the weights instead of keeping it beside them. LoRA with DoRA, rsLoRA, patterns, biases,
         `modules_to_save`, `trainable_token_indices` and `target_parameters`.

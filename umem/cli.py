@@ -37,7 +37,9 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 
-_Checkpoint = Annotated[str, typer.Argument(metavar="CHECKPOINT", help="A directory, a file, or a hub id (org/name).")]
+_Checkpoint = Annotated[
+    str, typer.Argument(metavar="CHECKPOINT", help="A directory, a file, a URL, or a hub id (org/name).")
+]
 _Device = Annotated[str, typer.Option(help="Where the model goes: auto, cpu, cuda, cuda:1, mps.")]
 _DType = Annotated[str, typer.Option(help="auto (what the config says), bfloat16, float16, float32.")]
 _Window = Annotated[str | None, typer.Option(help="Cap on all memory besides the model, like 64MiB.")]

@@ -50,7 +50,8 @@ class LoadConfig:
     block_bytes
         The size of one read.
     io_threads
-        Threads that read and scatter. None: two to four, by the reader and the number of cores.
+        Threads that read and scatter, no more than the window has room for. None: two to four, by the reader and the
+        number of cores; sixteen for URLs.
     memory_budget_bytes
         What the final model plus the window may take. None: what the machine has available.
     reserve_bytes

@@ -35,6 +35,7 @@ __all__ = [
     "MissingTensorError",
     "PlanError",
     "ReadError",
+    "RemoteReadError",
     "ShapeMismatch",
     "ShardPathError",
     "TensorExtentError",
@@ -188,6 +189,26 @@ class ChangedFileError(CheckpointError, OSError):
 
 class ReadError(CheckpointError, OSError):
     """The system failed to read bytes that a file has."""
+
+
+class RemoteReadError(ReadError):
+    """A store or server did not give the bytes of a file, after all attempts.
+
+    Attributes
+    ----------
+    start, end
+        The byte range that was asked for; None where the file itself was asked after.
+    attempts
+        How often in a row it was asked in vain.
+    """
+
+    def __init__(
+        self, message: str, *, path: str, attempts: int, start: int | None = None, end: int | None = None
+    ) -> None:
+        self.start = start
+        self.end = end
+        self.attempts = attempts
+        super().__init__(message, path=path)
 
 
 # --- plans -----------------------------------------------------------------------------------------------------------

@@ -141,7 +141,7 @@ class LoadSession:
         """Open the checkpoint, and start to watch memory."""
         with self.stopwatch.phase("open"):
             checkpoint = open_checkpoint(path_or_id, revision=revision)
-        self._watched = [shard.path for shard in checkpoint.shards]
+        self._watched = [shard.path for shard in checkpoint.shards if not shard.is_remote]
         self._monitor = Monitor(
             interval_s=self.config.sample_interval_s, cached_file_bytes=lambda: cached_bytes_of_files(self._watched)
         )
@@ -254,6 +254,8 @@ class LoadSession:
             platform=self.platform,
             reader=self._readers.name,
             reader_reason=self._readers.reason,
+            copier=self._outcome.copier,
+            copier_reason=self._outcome.copier_reason,
             seconds=self.stopwatch.seconds,
             thread_seconds=self._outcome.thread_seconds,
             window_peak_bytes=self._outcome.window_peak_bytes,

@@ -6,15 +6,17 @@ import errno
 import mmap
 import os
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Self
 
 import pytest
 
+from tests.checkpoint.places import Place, place_of
 from umem.checkpoint.entries import Shard
 from umem.checkpoint.pagecache import cached_bytes_of_files, evict
 from umem.checkpoint.readers import READERS, Reader, choose_readers
+from umem.checkpoint.urls import shown
 from umem.errors import ChangedFileError, ConfigError, ReadError, TruncatedFileError
 
 SIZE = 300_007
@@ -24,18 +26,40 @@ BLOCK = 100_000
 
 
 @pytest.fixture(params=sorted(READERS))
-def reader(request: pytest.FixtureRequest, shard: Shard) -> Reader:
-    reader = READERS[request.param]
-    if reader.why_not(shard):
-        pytest.skip(f"{reader.name}: {reader.why_not(shard)}")
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def place(name: str, tmp_path: Path) -> Iterator[Place]:
+    """Where the reader reads from, with a file there."""
+    with place_of(name, tmp_path) as place:
+        place.write(os.urandom(SIZE))
+        yield place
+
+
+@pytest.fixture
+def reader(name: str, place: Place) -> Reader:
+    reader = READERS[name]
+    if why := reader.why_not(place.shard()):
+        pytest.skip(f"{name}: {why}")
     return reader
 
 
 @pytest.fixture
 def shard(tmp_path: Path) -> Shard:
-    path = tmp_path / "shard"
-    path.write_bytes(os.urandom(SIZE))
-    return Shard.of(str(path), path.stat())
+    """A local file."""
+    place = Place(tmp_path)
+    place.write(os.urandom(SIZE))
+    return place.shard()
+
+
+@pytest.fixture(params=sorted(READERS.keys() - {"http", "fsspec"}))
+def local_reader(request: pytest.FixtureRequest, shard: Shard) -> Reader:
+    reader = READERS[request.param]
+    if why := reader.why_not(shard):
+        pytest.skip(f"{reader.name}: {why}")
+    return reader
 
 
 def content(shard: Shard) -> bytes:
@@ -49,61 +73,76 @@ def fill(reader: Reader, shard: Shard, offset: int, sizes: Sequence[int]) -> byt
     return b"".join(buffers)
 
 
+def fill_twice(reader: Reader, shard: Shard, size: int, *, between: Callable[[], None]) -> None:
+    with reader.open(shard, BLOCK) as handle:
+        handle.fill(0, [memoryview(bytearray(10))])
+        between()
+        handle.fill(0, [memoryview(bytearray(size))])
+
+
 @pytest.mark.parametrize("offset", [0, 1, 4095, 4096, 12345])
 @pytest.mark.parametrize("sizes", [[1], [0], [4096], [1, 2, 3], [5000, 0, 70_001], [0, 0, 1]])
-def test_any_offset_into_any_buffers(reader: Reader, shard: Shard, offset: int, sizes: list[int]) -> None:
-    assert fill(reader, shard, offset, sizes) == content(shard)[offset : offset + sum(sizes)]
+def test_any_offset_into_any_buffers(reader: Reader, place: Place, offset: int, sizes: list[int]) -> None:
+    assert fill(reader, place.shard(), offset, sizes) == place.content()[offset : offset + sum(sizes)]
 
 
-def test_up_to_the_last_byte(reader: Reader, shard: Shard) -> None:
-    assert fill(reader, shard, 0, [SIZE]) == content(shard)
-    assert fill(reader, shard, SIZE - 1, [1]) == content(shard)[-1:]
+def test_up_to_the_last_byte(reader: Reader, place: Place) -> None:
+    assert fill(reader, place.shard(), 0, [SIZE]) == place.content()
+    assert fill(reader, place.shard(), SIZE - 1, [1]) == place.content()[-1:]
 
 
-def test_more_buffers_than_one_call_takes(reader: Reader, shard: Shard) -> None:
-    assert fill(reader, shard, 7, [3] * 5000) == content(shard)[7 : 7 + 15_000]
+def test_more_buffers_than_one_call_takes(reader: Reader, place: Place) -> None:
+    assert fill(reader, place.shard(), 7, [3] * 5000) == place.content()[7 : 7 + 15_000]
 
 
-def test_beyond_the_end(reader: Reader, shard: Shard) -> None:
+def test_beyond_the_end(reader: Reader, place: Place) -> None:
     with pytest.raises(TruncatedFileError) as caught:
-        fill(reader, shard, SIZE - 10, [11])
-    assert caught.value.path == shard.path
+        fill(reader, place.shard(), SIZE - 10, [11])
+    assert caught.value.path == shown(place.path)
 
 
-def test_a_file_that_shrank(reader: Reader, shard: Shard) -> None:
-    os.truncate(shard.path, SIZE - 1)
+def test_a_file_that_shrank(reader: Reader, place: Place) -> None:
+    shard = place.shard()
+    place.cut(SIZE - 1)
     with pytest.raises(TruncatedFileError, match="shrank"):
         fill(reader, shard, 0, [1])
 
 
-def test_a_file_that_shrinks_while_it_is_read(reader: Reader, shard: Shard) -> None:
-    with reader.open(shard, BLOCK) as handle:
-        os.truncate(shard.path, 4096)
-        with pytest.raises(TruncatedFileError):
-            handle.fill(0, [memoryview(bytearray(10_000))])
+def test_a_file_that_shrinks_while_it_is_read(reader: Reader, place: Place) -> None:
+    shard = place.shard()
+    with pytest.raises(TruncatedFileError):
+        fill_twice(reader, shard, 10_000, between=lambda: place.cut(4096))
 
 
-def test_a_file_that_was_replaced(reader: Reader, shard: Shard) -> None:
-    other = Path(shard.path + ".new")
-    other.write_bytes(bytes(SIZE))
-    other.replace(shard.path)
+def test_a_file_that_is_replaced_while_it_is_read_from_afar(reader: Reader, place: Place) -> None:
+    """A local file that is open stays what it was."""
+    shard = place.shard()
+    if not shard.is_remote:
+        pytest.skip("local")
+    with pytest.raises(ChangedFileError):
+        fill_twice(reader, shard, 10, between=lambda: place.write(bytes(SIZE)))
+
+
+def test_a_file_that_was_replaced(reader: Reader, place: Place) -> None:
+    shard = place.shard()
+    place.write(bytes(SIZE))
     with pytest.raises(ChangedFileError, match="open the checkpoint again"):
         fill(reader, shard, 0, [1])
 
 
-def test_a_file_that_is_gone(reader: Reader, shard: Shard) -> None:
-    os.unlink(shard.path)
+def test_a_file_that_is_gone(reader: Reader, place: Place) -> None:
+    shard = place.shard()
+    place.remove()
     with pytest.raises(ReadError):
         fill(reader, shard, 0, [1])
 
 
-@pytest.fixture(params=sorted(READERS.keys() - {"mapped"}))
-def calling_reader(request: pytest.FixtureRequest, shard: Shard) -> Reader:
-    """A reader that reads by system calls, which may fail or fall short."""
-    reader = READERS[request.param]
-    if reader.why_not(shard):
-        pytest.skip(f"{reader.name}: {reader.why_not(shard)}")
-    return reader
+@pytest.fixture
+def calling_reader(local_reader: Reader) -> Reader:
+    """A local reader that reads by system calls, which may fail or fall short."""
+    if local_reader.name == "mapped":
+        pytest.skip("it maps")
+    return local_reader
 
 
 def test_short_reads_and_interrupts(calling_reader: Reader, shard: Shard, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,9 +171,10 @@ def test_an_error_of_the_drive(calling_reader: Reader, shard: Shard, monkeypatch
 @pytest.mark.parametrize("sizes", [[200_000], [40_000, 7, 60_000, 0, 50_001], [100, 90_000, 100, 90_000], [3] * 2000])
 @pytest.mark.parametrize("shift", [0, 1, 8])
 def test_memory_congruent_to_the_file_or_not(
-    reader: Reader, shard: Shard, offset: int, sizes: list[int], shift: int
+    reader: Reader, place: Place, offset: int, sizes: list[int], shift: int
 ) -> None:
     """Buffers one after the other in one memory, `shift` bytes off the places where no copy is needed."""
+    shard = place.shard()
     pages = mmap.mmap(-1, SIZE + 8192)
     at = offset % reader.alignment(shard) + shift
     buffers, start = [], at
@@ -143,7 +183,7 @@ def test_memory_congruent_to_the_file_or_not(
         start += size
     with reader.open(shard, BLOCK) as handle:
         handle.fill(offset, buffers)
-    assert pages[at:start] == content(shard)[offset : offset + sum(sizes)]
+    assert pages[at:start] == place.content()[offset : offset + sum(sizes)]
     assert not any(pages[:at])
     assert not any(pages[start:])
 
@@ -161,16 +201,18 @@ def test_congruent_memory_is_read_without_a_copy(shard: Shard, monkeypatch: pyte
     assert sum(copied) < 2 * alignment
 
 
-def test_what_reads_past_the_page_cache_leaves_nothing_there(shard: Shard) -> None:
-    for reader in READERS.values():
-        descriptor = os.open(shard.path, os.O_RDONLY)
-        os.fsync(descriptor)
-        evict(descriptor)
-        os.close(descriptor)
-        if cached_bytes_of_files([shard.path]) != 0 or reader.why_not(shard):
-            pytest.skip("the kernel or file system cannot show it")
-        fill(reader, shard, 0, [SIZE])
-        assert bool(cached_bytes_of_files([shard.path])) is reader.leaves_page_cache
+@pytest.mark.parametrize(
+    ("name", "leaves"), [("buffered", True), ("mapped", True), ("dontcache", False), ("odirect", False)]
+)
+def test_what_a_reader_leaves_in_the_page_cache(shard: Shard, name: str, leaves: bool) -> None:
+    descriptor = os.open(shard.path, os.O_RDONLY)
+    os.fsync(descriptor)
+    evict(descriptor)
+    os.close(descriptor)
+    if cached_bytes_of_files([shard.path]) != 0 or READERS[name].why_not(shard):
+        pytest.skip("the kernel or file system cannot show it")
+    fill(READERS[name], shard, 0, [SIZE])
+    assert bool(cached_bytes_of_files([shard.path])) is leaves
 
 
 def test_the_choice_follows_the_page_cache(shard: Shard) -> None:
@@ -270,6 +312,23 @@ def test_other_file_systems(tmp_path: Path, kind: str) -> None:
                 assert fill(reader, shard, 5, [SIZE - 5]) == content(shard)[5:]
     finally:
         subprocess.run(["umount", str(mount)], check=True)
+
+
+def test_urls_have_readers_of_their_own(shard: Shard) -> None:
+    web, store = (Shard(url, 1, None) for url in ("https://host/x.safetensors", "s3://bucket/x.safetensors"))
+    assert choose_readers("auto", [web]) == ((READERS["http"],), "https URLs")
+    assert choose_readers("auto", [store, shard]).readers[0] is READERS["fsspec"]
+    refused = [
+        ("http", store),
+        ("http", shard),
+        ("fsspec", web),
+        ("fsspec", shard),
+        ("buffered", web),
+        ("odirect", web),
+    ]
+    for name, other in refused:
+        with pytest.raises(ConfigError, match="use reader='auto'"):
+            choose_readers(name, [other])
 
 
 def test_names_of_readers(shard: Shard) -> None:

@@ -58,6 +58,7 @@ def test_json_is_whole_and_versioned(report: LoadReport) -> None:
     assert facts["series"][0]["time_s"] == 0
     assert len(facts["series"]) == len(report.samples)
     assert facts["peak"]["measured_bytes"] == report.measured_peak_bytes
+    assert facts["copier"] == {"name": "memory", "reason": "the processor's memory is the destination"}
 
 
 def test_the_picture_shows_phases_and_forecast(report: LoadReport) -> None:

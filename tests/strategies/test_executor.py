@@ -43,8 +43,7 @@ class Failing:
     """A reader whose reads fail from some byte on, or call something."""
 
     name = "failing"
-    uses_page_cache = False
-    leaves_page_cache = False
+    holds_copy = False
     usual_threads = 2
 
     def __init__(self, from_byte: int, error: BaseException) -> None:

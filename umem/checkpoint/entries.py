@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from umem._types import DType
+from umem.checkpoint.urls import is_url, shown
 from umem.errors import ChangedFileError, TruncatedFileError
 
 __all__ = ["Checkpoint", "Entry", "Shard"]
@@ -43,20 +44,39 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One file of a checkpoint, with the identity it had when its header was read."""
+    """One file of a checkpoint, with the identity it had when its header was read.
+
+    Attributes
+    ----------
+    path
+        A local path, or a URL.
+    size_bytes
+        Its length.
+    version
+        What changes when the file does: time of modification and inode of a local file, what a store says of an
+        object (ETag, generation, time). None where nothing is said; only the length is then held against.
+    """
 
     path: str
     size_bytes: int
-    modified_ns: int
-    inode: int
+    version: Hashable
 
     @classmethod
     def of(cls, path: str, status: os.stat_result) -> Shard:
-        """The shard as `status` shows it."""
-        return cls(path, status.st_size, status.st_mtime_ns, status.st_ino)
+        """The local file as `status` shows it."""
+        return cls(path, status.st_size, (status.st_mtime_ns, status.st_ino))
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether it is no local file: it has no descriptor and no page cache here."""
+        return is_url(self.path)
 
     def check_unchanged(self, status: os.stat_result) -> None:
-        """Raise unless the open file is still the one whose header was read.
+        """Raise unless the open local file is still the one whose header was read; as `check_same`."""
+        self.check_same(Shard.of(self.path, status))
+
+    def check_same(self, now: Shard) -> None:
+        """Raise unless `now`, the same file seen later, is unchanged.
 
         Raises
         ------
@@ -65,14 +85,16 @@ class Shard:
         ChangedFileError
             The file was replaced or written to.
         """
-        if status.st_size < self.size_bytes:
+        if now.size_bytes < self.size_bytes:
             raise TruncatedFileError(
-                f"the file shrank from {self.size_bytes} to {status.st_size} bytes after it was opened;"
+                f"the file shrank from {self.size_bytes} to {now.size_bytes} bytes after it was opened;"
                 " is it still being written or synchronised? Open it again when it is whole",
-                path=self.path,
+                path=shown(self.path),
             )
-        if Shard.of(self.path, status) != self:
-            raise ChangedFileError("the file changed after it was opened; open the checkpoint again", path=self.path)
+        if now != self:
+            raise ChangedFileError(
+                "the file changed after it was opened; open the checkpoint again", path=shown(self.path)
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +104,7 @@ class Checkpoint:
     Attributes
     ----------
     path
-        The directory or file, on this machine.
+        The directory or file, as it is shown: URLs without their query.
     shards
         The files, in the order of their names.
     entries

@@ -7,12 +7,12 @@ Stricter than the library in one point: duplicate keys are refused. Sharded chec
 
 from __future__ import annotations
 
-import os
 from typing import Any, NamedTuple
 
 from umem._types import DType
 from umem.checkpoint._json import parse_strict
 from umem.checkpoint.entries import Entry, Shard
+from umem.checkpoint.stores import StoredFile
 from umem.errors import (
     CheckpointFormatError,
     HeaderSyntaxError,
@@ -45,23 +45,22 @@ class ShardContents(NamedTuple):
     metadata: dict[str, str]
 
 
-def read_safetensors(path: str, shard_index: int) -> ShardContents:
-    """The entries of the safetensors file at `path`; they refer to it as shard `shard_index`.
+def read_safetensors(file: StoredFile, shard_index: int) -> ShardContents:
+    """The entries of a safetensors file; they refer to it as shard `shard_index`.
 
     Raises
     ------
     CheckpointFormatError
         One of its leaves, naming the file, the tensor and the cure.
     """
-    with open(path, "rb", buffering=0) as file:
-        status = os.fstat(file.fileno())
-        head = file.read(max(8, len(_LFS_MAGIC)))
-        if head.startswith(_LFS_MAGIC):
-            raise LfsPointerError(
-                "this is a Git LFS pointer, not the weights; run `git lfs pull`, or download the file itself", path=path
-            )
-        length = _header_length(head, status.st_size, path)
-        raw = os.pread(file.fileno(), length, 8)
+    path, size_bytes = file.path, file.shard.size_bytes
+    head = file.read(0, max(8, len(_LFS_MAGIC)))
+    if head.startswith(_LFS_MAGIC):
+        raise LfsPointerError(
+            "this is a Git LFS pointer, not the weights; run `git lfs pull`, or download the file itself", path=path
+        )
+    length = _header_length(head, size_bytes, path)
+    raw = file.read(8, length)
     if len(raw) < length:
         raise TruncatedFileError("the file ended inside its header; download it again", path=path)
     declared = parse_strict(raw, path=path, what="the header")
@@ -71,8 +70,8 @@ def read_safetensors(path: str, shard_index: int) -> ShardContents:
     data_start = 8 + length
     entries = [_entry(name, facts, data_start, shard_index, path) for name, facts in declared.items()]
     entries.sort(key=lambda entry: (entry.start, entry.nbytes))
-    _check_layout(entries, data_start, status.st_size, path)
-    return ShardContents(Shard.of(path, status), entries, metadata)
+    _check_layout(entries, data_start, size_bytes, path)
+    return ShardContents(file.shard, entries, metadata)
 
 
 def _header_length(head: bytes, size_bytes: int, path: str) -> int:

@@ -10,17 +10,19 @@ Not here: the format before zip archives, TorchScript archives with compressed m
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import pickle
 import zipfile
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import IO, Any, NamedTuple
 
 from umem._types import DType
-from umem.checkpoint.entries import Entry, Shard
+from umem.checkpoint.entries import Entry
 from umem.checkpoint.safetensors import ShardContents
+from umem.checkpoint.stores import StoredFile
 from umem.errors import (
     CheckpointFormatError,
     CompressedTensorError,
@@ -38,6 +40,7 @@ __all__ = ["read_torch_zip"]
 _ZIP_MAGIC = b"PK\x03\x04"
 _LOCAL_HEADER_BYTES = 30
 _MAX_PICKLE_BYTES = 1 << 30
+_ARCHIVE_READ_BYTES = 128 * 1024
 
 _STORAGE_DTYPES = {
     "DoubleStorage": DType.F64,
@@ -68,8 +71,8 @@ class _Tensor(NamedTuple):
     strides: tuple[int, ...]
 
 
-def read_torch_zip(path: str, shard_index: int) -> ShardContents:
-    """The entries of the torch zip file at `path`; they refer to it as shard `shard_index`.
+def read_torch_zip(file: StoredFile, shard_index: int) -> ShardContents:
+    """The entries of a torch zip file; they refer to it as shard `shard_index`.
 
     Raises
     ------
@@ -80,17 +83,42 @@ def read_torch_zip(path: str, shard_index: int) -> ShardContents:
     CheckpointFormatError
         Another leaf of it, for archives that are damaged or hold compressed tensors.
     """
-    with open(path, "rb") as file:
-        status = os.fstat(file.fileno())
-        _check_magic(file.read(24), path)
-        try:
-            with zipfile.ZipFile(file) as archive:
-                tensors = _unpickled(archive, path)
-                entries = list(_entries(tensors, archive, file, shard_index, path))
-        except (zipfile.BadZipFile, EOFError, NotImplementedError) as error:
-            raise TruncatedFileError(f"no whole zip archive ({error}); download the file again", path=path) from None
+    path = file.path
+    _check_magic(file.read(0, 24), path)
+    try:
+        with zipfile.ZipFile(io.BufferedReader(_Seekable(file), _ARCHIVE_READ_BYTES)) as archive:
+            tensors = _unpickled(archive, path)
+            entries = list(_entries(tensors, archive, file, shard_index))
+    except (zipfile.BadZipFile, EOFError, NotImplementedError) as error:
+        raise TruncatedFileError(f"no whole zip archive ({error}); download the file again", path=path) from None
     entries.sort(key=lambda entry: (entry.start, entry.nbytes))
-    return ShardContents(Shard.of(path, status), entries, {"format": "pt"})
+    return ShardContents(file.shard, entries, {"format": "pt"})
+
+
+class _Seekable(io.RawIOBase):
+    """A stored file as Python's archive reader wants it."""
+
+    def __init__(self, file: StoredFile) -> None:
+        self._file, self._position = file, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._file.shard.size_bytes}[whence]
+        if base + offset < 0:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        self._position = base + offset
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        part = self._file.read(self._position, len(buffer))
+        buffer[: len(part)] = part
+        self._position += len(part)
+        return len(part)
 
 
 def _check_magic(head: bytes, path: str) -> None:
@@ -208,12 +236,14 @@ def _named(value: object, prefix: str = "", depth: int = 0) -> Iterator[tuple[st
                 yield from _named(item, f"{prefix}.{key}" if prefix else str(key), depth + 1)
 
 
-def _entries(root: object, archive: zipfile.ZipFile, file: IO[bytes], shard_index: int, path: str) -> Iterator[Entry]:
+def _entries(root: object, archive: zipfile.ZipFile, file: StoredFile, shard_index: int) -> Iterator[Entry]:
+    path = file.path
     if not isinstance(root, dict):
         raise HeaderSyntaxError("the file holds no dictionary of tensors; save model.state_dict()", path=path)
-    ranges = _member_ranges(archive, file, path)
+    tensors = list(_named(root))
+    ranges = _member_ranges(archive, file, {tensor.storage.key for _, tensor in tensors})
     seen: set[str] = set()
-    for name, tensor in _named(root):
+    for name, tensor in tensors:
         if name in seen:
             raise HeaderSyntaxError(
                 "two tensors flatten to this name; save the inner state dict alone", path=path, tensor=name
@@ -251,24 +281,30 @@ def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(strides)
 
 
-def _member_ranges(archive: zipfile.ZipFile, file: IO[bytes], path: str) -> Callable[[str, str], tuple[int, int]]:
+def _member_ranges(
+    archive: zipfile.ZipFile, file: StoredFile, keys: Collection[str]
+) -> Callable[[str, str], tuple[int, int]]:
     """A look-up of a storage key's byte range, after the member's local header."""
     members = {info.filename.split("/")[-1]: info for info in archive.infolist() if "/data/" in f"/{info.filename}"}
+    wanted = [key for key in keys if key in members]
+    headers = file.read_each([members[key].header_offset for key in wanted], _LOCAL_HEADER_BYTES)
+    header_of = dict(zip(wanted, headers, strict=True))
 
     def find(key: str, tensor: str) -> tuple[int, int]:
         info = members.get(key)
         if info is None:
             raise TensorExtentError(
-                f"its storage {key!r} is not in the archive; download the file again", path=path, tensor=tensor
+                f"its storage {key!r} is not in the archive; download the file again", path=file.path, tensor=tensor
             )
         if info.compress_type != zipfile.ZIP_STORED:
             raise CompressedTensorError(
-                "its storage is compressed; save it again with torch.save", path=path, tensor=tensor
+                "its storage is compressed; save it again with torch.save", path=file.path, tensor=tensor
             )
-        file.seek(info.header_offset)
-        header = file.read(_LOCAL_HEADER_BYTES)
+        header = header_of[key]
         if len(header) < _LOCAL_HEADER_BYTES or not header.startswith(_ZIP_MAGIC):
-            raise TruncatedFileError("the zip archive is damaged; download the file again", path=path, tensor=tensor)
+            raise TruncatedFileError(
+                "the zip archive is damaged; download the file again", path=file.path, tensor=tensor
+            )
         start = info.header_offset + _LOCAL_HEADER_BYTES
         start += int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
         return start, info.file_size

@@ -210,8 +210,8 @@ def make_plan(
     _prove_all(writes_of, targets, converted)
     groups = _groups(writes, adaptation.conversions, targets)
     if residency == Residency.MAPPED:
-        groups = as_mapped(groups, targets, live)
-    groups = as_kept(groups, targets, checkpoint.shards)
+        groups = as_mapped(groups, checkpoint, targets, live)
+    groups = as_kept(groups, checkpoint, targets)
     return LoadPlan(
         checkpoint=checkpoint,
         targets=targets,

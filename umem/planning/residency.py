@@ -8,10 +8,10 @@ uses it reads the checkpoint.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 
 from umem._types import format_bytes
-from umem.checkpoint.entries import Shard
+from umem.checkpoint.entries import Checkpoint
 from umem.errors import UnsupportedError
 from umem.planning.targets import DISK, Target, Targets
 from umem.planning.views import View
@@ -22,7 +22,9 @@ __all__ = ["as_kept", "as_mapped"]
 _SHOWN = 3
 
 
-def as_mapped(groups: Collection[Group], targets: Targets, live: Collection[str]) -> tuple[Group, ...]:
+def as_mapped(
+    groups: Collection[Group], checkpoint: Checkpoint, targets: Targets, live: Collection[str]
+) -> tuple[Group, ...]:
     """The groups, each on the mapped route.
 
     Raises
@@ -32,7 +34,8 @@ def as_mapped(groups: Collection[Group], targets: Targets, live: Collection[str]
     """
     obstacles: dict[str, str] = {}
     for group in groups:
-        obstacle = _obstacle(group, targets, live)
+        remote = checkpoint.shards[group.entries[0].shard].is_remote
+        obstacle = "it lies behind a URL" if remote else _obstacle(group, targets, live)
         if obstacle:
             obstacles[group.name] = obstacle
     if obstacles:
@@ -40,23 +43,24 @@ def as_mapped(groups: Collection[Group], targets: Targets, live: Collection[str]
     return tuple(group._replace(route=Route.MAPPED, reason="the file's own pages") for group in groups)
 
 
-def as_kept(groups: Collection[Group], targets: Targets, shards: Sequence[Shard]) -> tuple[Group, ...]:
+def as_kept(groups: Collection[Group], checkpoint: Checkpoint, targets: Targets) -> tuple[Group, ...]:
     """The groups; those whose target on disk can be read from the checkpoint as it is are on the kept route."""
     return tuple(
         group._replace(route=Route.KEPT, reason="stays in the checkpoint's file")
-        if _stays_in_file(group, targets, shards)
+        if _stays_in_file(group, checkpoint, targets)
         else group
         for group in groups
     )
 
 
-def _stays_in_file(group: Group, targets: Targets, shards: Sequence[Shard]) -> bool:
+def _stays_in_file(group: Group, checkpoint: Checkpoint, targets: Targets) -> bool:
     if group.route is not Route.DIRECT or len(group.writes) != 1:
         return False
     write = group.writes[0]
     target = targets[write.target]
-    in_safetensors = shards[write.entry.shard].path.endswith(".safetensors")
-    return target.device == DISK and in_safetensors and _layout_obstacle(write, target) is None
+    shard = checkpoint.shards[write.entry.shard]
+    can_be_opened = not shard.is_remote and shard.path.endswith(".safetensors")
+    return target.device == DISK and can_be_opened and _layout_obstacle(write, target) is None
 
 
 def _obstacle(group: Group, targets: Targets, live: Collection[str]) -> str | None:

@@ -120,6 +120,8 @@ class LoadReport:
         The machine's class and the device.
     reader, reader_reason
         Which readers read, and why.
+    copier, copier_reason
+        How what was read reached final storage, and why so.
     seconds
         Wall time by phase (`PHASES`). Reading and converting casts overlap; both are in `read`.
     thread_seconds
@@ -140,6 +142,8 @@ class LoadReport:
     platform: Platform
     reader: str
     reader_reason: str
+    copier: str
+    copier_reason: str
     seconds: Mapping[str, float]
     thread_seconds: Mapping[str, float]
     window_peak_bytes: int
@@ -185,6 +189,7 @@ class LoadReport:
             "plan": plan,
             "platform": self.platform.to_json(),
             "reader": {"name": self.reader, "reason": self.reader_reason},
+            "copier": {"name": self.copier, "reason": self.copier_reason},
             "budget": {"available_bytes": self.available_bytes, "source": self.available_source},
             "seconds": {"total": self.total_s, **{name: self.seconds.get(name, 0.0) for name in PHASES}},
             "thread_seconds": dict(self.thread_seconds),

@@ -53,6 +53,7 @@ def report_table(report: LoadReport) -> RenderableType:
     facts.add_row("seconds", f"{report.total_s:.2f}  ({times})")
     facts.add_row("read", f"{format_bytes(report.plan.forecast.read_bytes)} at {format_bytes(report.bytes_per_s)}/s")
     facts.add_row("reader", f"{report.reader} ({report.reader_reason})")
+    facts.add_row("copier", f"{report.copier} ({report.copier_reason})")
     forecast = format_bytes(report.plan.forecast.peak_bytes)
     facts.add_row("peak", f"{format_bytes(report.measured_peak_bytes)} measured, {forecast} forecast")
     facts.add_row(

@@ -29,5 +29,5 @@ class DirectStrategy:
         if factor is not None:
             raise ValueError("the direct route moves bytes; it cannot multiply")
         items = staged.view(raw_dtype(staged.element_size()))
-        region = destination.region(view, raw=True)
-        copy_view(region, items.as_strided(source.shape, source.strides, source.offset))
+        start = items.storage_offset() + source.offset
+        copy_view(destination.region(view, raw=True), items.as_strided(source.shape, source.strides, start))

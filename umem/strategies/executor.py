@@ -28,10 +28,11 @@ from umem.planning.views import View
 from umem.planning.writes import Group, Route, Write
 from umem.strategies.base import Converter, GroupStrategy
 from umem.strategies.blocks import Block, blocks_of
+from umem.strategies.copiers import Copier, RingShape, open_copier, ring_shape
+from umem.strategies.delivery import Delivery
 from umem.strategies.mapped import MappedShards
 from umem.strategies.registry import group_strategy, is_block_route, is_group_route
 from umem.strategies.storage import Destination, allocate, destination_of, has_own_pages, huge_pages_pay, in_file
-from umem.strategies.tiles import TILE_BYTES
 from umem.strategies.window import Window
 from umem.strategies.worker import Feeder, Job, Worker
 
@@ -67,6 +68,8 @@ class Outcome:
         Whether final storage asked for huge pages; None where that was left to the system.
     touched
         Targets that have been written to, also by a load that failed.
+    copier, copier_reason
+        How blocks reached final storage, and why so, for people.
     """
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -75,6 +78,8 @@ class Outcome:
     window_peak_bytes: int = 0
     huge_pages: bool | None = None
     touched: set[str] = field(default_factory=set)
+    copier: str = "none"
+    copier_reason: str = "no blocks were read"
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +162,7 @@ class _Run:
         self.plan, self.execution, self.outcome = plan, execution, outcome
         self.window = Window(execution.window_bytes)
         self.destinations: dict[str, Destination] = {}
-        self.factors: dict[str, torch.Tensor] = {}
+        self.factors: dict[tuple[str, str], torch.Tensor] = {}
         shards = plan.checkpoint.shards
         self.alignments = [reader.alignment(shard) for reader, shard in zip(execution.readers, shards, strict=False)]
         self._started_s = time.perf_counter()
@@ -202,7 +207,7 @@ class _Run:
         """By target, where in a page its storage begins so that most of its bytes lie congruent to the file."""
         votes: dict[str, Counter[int]] = {}
         for group in self.plan.groups:
-            if group.route is not Route.DIRECT:
+            if group.route is not Route.DIRECT or not group.read_bytes:
                 continue
             alignment = self.alignments[group.entries[0].shard]
             if alignment == 1:
@@ -215,11 +220,15 @@ class _Run:
         return {name: counts.most_common(1)[0][0] for name, counts in votes.items()}
 
     def read_factors(self) -> None:
-        """Read the tensors by which others are multiplied; they stay until the end."""
-        writes = [write for group in self.plan.groups for write in group.writes]
-        entries = {write.factor.entry.name: write.factor.entry for write in writes if write.factor is not None}
-        whole = self._read_whole(tuple(entries.values()))
-        self.factors = {name: tensor.as_strided((tensor.numel(),), (1,)) for name, tensor in whole.items()}
+        """Read the tensors by which others are multiplied to where those are; they stay until the end."""
+        needed: dict[str, dict[str, Entry]] = {}
+        for write in (write for group in self.plan.groups for write in group.writes):
+            if write.factor is not None:
+                device = self.destinations[self.plan.targets[write.target].name].target.device
+                needed.setdefault(device, {})[write.factor.entry.name] = write.factor.entry
+        for device, entries in needed.items():
+            for name, tensor in self._read_whole(tuple(entries.values()), device).items():
+                self.factors[device, name] = tensor.as_strided((tensor.numel(),), (1,))
 
     def convert(self) -> None:
         """Run the materialized groups, one at a time."""
@@ -235,13 +244,13 @@ class _Run:
             self.outcome.tensors.update(given)
         self.outcome.seconds["convert"] = time.perf_counter() - started_s
 
-    def _read_whole(self, entries: tuple[Entry, ...]) -> dict[str, torch.Tensor]:
-        """Stored tensors in memory of their own, with their stored strides."""
+    def _read_whole(self, entries: tuple[Entry, ...], device: str = "cpu") -> dict[str, torch.Tensor]:
+        """Stored tensors in memory of their own on `device`, with their stored strides."""
         staging: dict[str, Destination] = {}
         groups = []
         for entry in entries:
             flat = entry._replace(shape=(entry.nbytes // entry.dtype.itemsize,), strides=None)
-            target = Target(entry.name, entry.dtype, flat.shape)
+            target = Target(entry.name, entry.dtype, flat.shape, device)
             staging[entry.name] = destination_of(target, allocate(target, huge_pages=None))
             view = View.whole(flat.shape)
             groups.append(
@@ -265,55 +274,86 @@ class _Run:
         window: Window | None = None,
     ) -> None:
         """Read every block of `groups` and deliver it, inside `window` (the run's, unless given)."""
+        if not groups:
+            return
         started_s = time.perf_counter()
         window = window or self.window
-        blocks = blocks_of(groups, self.execution.block_bytes)
-        if not blocks:
-            return
-        routes = {write.entry.name: group.route for group in groups for write in group.writes}
-        with self._eviction(blocks) as evictions:
-            feeder = Feeder(blocks)
-            job = self._job(destinations, routes, evictions, window)
-            workers = [Worker(job, feeder) for _ in range(self._workers(len(blocks)))]
-            self._wait_for(workers, feeder, window)
+        devices = sorted({destination.target.device for destination in destinations.values()} - {"cpu"})
+        shape = self._ring_shape(len(devices))
+        block_bytes = shape.block_bytes(max(self.alignments, default=1)) if devices else self.execution.block_bytes
+        blocks = blocks_of(groups, block_bytes)
+        if blocks:
+            shape = shape._replace(slots=min(shape.slots, len(blocks)), workers=min(shape.workers, len(blocks)))
+            delivery = self._delivery(groups, destinations)
+            with (
+                self._eviction(blocks) as evictions,
+                open_copier(
+                    delivery,
+                    devices,
+                    shape,
+                    alignments=self.alignments,
+                    block_bytes=block_bytes,
+                    window=window,
+                ) as copier,
+            ):
+                if phase == "read":
+                    self.outcome.copier, self.outcome.copier_reason = copier.name, copier.reason
+                feeder = Feeder(blocks)
+                job = self._job(delivery, copier, evictions, window, block_bytes)
+                threads = shape.workers if devices else self._workers(len(blocks), job.block_cost)
+                self._wait_for([Worker(job, feeder) for _ in range(threads)], feeder, window)
         self.outcome.seconds[phase] = self.outcome.seconds.get(phase, 0.0) + time.perf_counter() - started_s
 
-    def _job(
-        self,
-        destinations: Mapping[str, Destination],
-        routes: Mapping[str, Route],
-        evictions: Mapping[int, DropBehind],
-        window: Window,
-    ) -> Job:
+    def _delivery(self, groups: Sequence[Group], destinations: Mapping[str, Destination]) -> Delivery:
         def destination_of(write: Write) -> Destination:
             return destinations.get(write.target) or destinations[self.plan.targets[write.target].name]
 
+        routes = {write.entry.name: group.route for group in groups for write in group.writes}
+        return Delivery(destination_of, routes, self.factors)
+
+    def _job(
+        self,
+        delivery: Delivery,
+        copier: Copier,
+        evictions: Mapping[int, DropBehind],
+        window: Window,
+        block_bytes: int,
+    ) -> Job:
         return Job(
             shards=self.plan.checkpoint.shards,
             readers=self.execution.readers,
-            alignments=self.alignments,
-            destination_of=destination_of,
-            routes=routes,
-            factors=self.factors,
+            delivery=delivery,
+            copier=copier,
             evictions=evictions,
             window=window,
-            block_bytes=self.execution.block_bytes,
-            block_cost=self.block_cost,
+            block_bytes=block_bytes,
+            block_cost=copier.carrier_bytes + self._copies * block_bytes,
             touched=self.outcome.touched.update,
             done=self.block_done,
         )
 
-    def _workers(self, blocks: int) -> int:
+    def _ring_shape(self, devices: int) -> RingShape:
+        return ring_shape(
+            window_bytes=self.execution.window_bytes,
+            block_bytes=self.execution.block_bytes,
+            threads=self._threads,
+            devices=devices,
+            reads_hold_copies=self._copies > 0,
+        )
+
+    def _workers(self, blocks: int, block_cost: int) -> int:
         """As many threads as there is window for: each may hold a staged block and as much page cache."""
-        wanted = self.execution.threads or max(reader.usual_threads for reader in self.execution.readers)
-        return max(1, min(wanted, blocks, self.window.cap_bytes // self.block_cost))
+        return max(1, min(self._threads, blocks, self.window.cap_bytes // block_cost))
 
     @property
-    def block_cost(self) -> int:
-        """What a block in flight may hold besides final storage: staging, a tile, the page cache that it fills."""
-        cached = any(reader.uses_page_cache for reader in self.execution.readers)
-        copies = 1 + cached + (self.execution.offload is not None)
-        return copies * self.execution.block_bytes + TILE_BYTES
+    def _threads(self) -> int:
+        """How many threads should read, window permitting."""
+        return self.execution.threads or max((reader.usual_threads for reader in self.execution.readers), default=1)
+
+    @property
+    def _copies(self) -> int:
+        """How many more times a block in flight is held: by its reader, and as pages of the offload file."""
+        return any(reader.holds_copy for reader in self.execution.readers) + (self.execution.offload is not None)
 
     def _wait_for(self, workers: list[Worker], feeder: Feeder, window: Window) -> None:
         with ThreadPoolExecutor(len(workers), thread_name_prefix="umem-read") as pool:
@@ -327,6 +367,8 @@ class _Run:
             except BaseException:
                 feeder.stop()
                 window.close()
+                for worker in workers:
+                    worker.cancel()
                 raise
 
     def _report(self) -> None:
@@ -361,12 +403,14 @@ class _Run:
 
     def _kept(self, shard: int) -> list[range] | None:
         """The parts of a shard's page cache that stay while the rest is evicted; None: nothing needs to be evicted."""
+        if self.plan.checkpoint.shards[shard].is_remote:
+            return None
         match self.execution.cache_policy:
             case CachePolicy.KEEP:
                 return None
             case CachePolicy.DROP:
                 return []
             case CachePolicy.RESTORE:
-                if not self.execution.readers[shard].leaves_page_cache:
+                if not self.execution.readers[shard].holds_copy:
                     return None
                 return cached_ranges(self.plan.checkpoint.shards[shard].path) or []

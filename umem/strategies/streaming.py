@@ -27,6 +27,7 @@ class StreamingStrategy:
     ) -> None:
         """Cast a view of `staged` into a view of `destination`, and multiply it there by `factor`."""
         region = destination.region(view, raw=False)
-        copy_view(region, staged.as_strided(source.shape, source.strides, source.offset))
+        start = staged.storage_offset() + source.offset
+        copy_view(region, staged.as_strided(source.shape, source.strides, start))
         if factor is not None:
             region.mul_(factor.to(region.device, region.dtype))

@@ -117,7 +117,7 @@ def assert_same_merged(base: torch.nn.Module, path: Path, *, eps: float = 0.0, *
     left, right = ours.state_dict(), theirs.state_dict()
     assert list(left) == list(right)
     for name, tensor in left.items():
-        if eps:
+        if eps and tensor.is_floating_point():
             bound = eps * torch.finfo(tensor.dtype).eps * float(right[name].abs().max())
             assert float((tensor.double() - right[name].double()).abs().max()) <= bound, name
         else:
@@ -150,7 +150,9 @@ def test_the_same_as_peft(tmp_path: Path, kind: str, dtype: torch.dtype) -> None
     base = Net(dtype)
     saved(base, CONFIGS[kind](), tmp_path)
     assert_same_loaded(base, tmp_path)
-    assert_same_merged(base, tmp_path)
+    # peft multiplies a convolution's factors by a convolution, which some processors sum in another order.
+    convolves = kind in ("convolutions", "dora", "lora bias")
+    assert_same_merged(base, tmp_path, eps=(16 if dtype is torch.float32 else 1) if convolves else 0)
 
 
 @pytest.mark.parametrize("autocast", [True, False])

@@ -8,17 +8,20 @@ from typing import NamedTuple
 
 from umem.checkpoint.entries import Shard
 from umem.checkpoint.pagecache import cached_bytes_of_files
-from umem.checkpoint.readers.base import Reader, ReadHandle
+from umem.checkpoint.readers.base import CancellableHandle, Reader, ReadHandle
 from umem.checkpoint.readers.buffered import BufferedReader, DontCacheReader
 from umem.checkpoint.readers.mapped import MappedReader
 from umem.checkpoint.readers.odirect import ODirectReader
+from umem.checkpoint.readers.remote import FsspecReader, HttpReader
+from umem.checkpoint.urls import is_http, protocol_of
 from umem.errors import ConfigError
 
-__all__ = ["READERS", "ReadHandle", "Reader", "ReaderChoice", "choose_readers"]
+__all__ = ["READERS", "CancellableHandle", "ReadHandle", "Reader", "ReaderChoice", "choose_readers"]
 
-READERS: dict[str, Reader] = {
-    reader.name: reader for reader in (BufferedReader(), DontCacheReader(), MappedReader(), ODirectReader())
-}
+_LOCAL = (BufferedReader(), DontCacheReader(), MappedReader(), ODirectReader())
+_REMOTE = (HttpReader(), FsspecReader())
+
+READERS: dict[str, Reader] = {reader.name: reader for reader in (*_LOCAL, *_REMOTE)}
 
 #: For files that are not in the page cache, the best first: filling the page cache costs more than the reading.
 _PAST_THE_PAGE_CACHE = (ODirectReader.name, DontCacheReader.name)
@@ -40,6 +43,8 @@ class ReaderChoice(NamedTuple):
 def choose_readers(name: str, shards: Sequence[Shard]) -> ReaderChoice:
     """The reader of that name for every shard; `auto` reads what is in the page cache from there, the rest past it.
 
+    What is behind URLs has readers of its own.
+
     Raises
     ------
     ConfigError
@@ -59,6 +64,9 @@ def choose_readers(name: str, shards: Sequence[Shard]) -> ReaderChoice:
 
 
 def _pick(shard: Shard) -> tuple[Reader, str]:
+    if shard.is_remote:
+        remote = HttpReader if is_http(shard.path) else FsspecReader
+        return READERS[remote.name], f"{protocol_of(shard.path)} URLs"
     cached = cached_bytes_of_files([shard.path])
     if cached is not None and 2 * cached > shard.size_bytes:
         return READERS[BufferedReader.name], "in the page cache already"

@@ -11,14 +11,16 @@ import contextlib
 import ctypes
 import os
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from umem.checkpoint.entries import Shard
 from umem.errors import CheckpointError, ReadError, TruncatedFileError
 
 __all__ = [
     "COPYING_THREADS",
+    "REMOTE_THREADS",
     "WAITING_THREADS",
+    "CancellableHandle",
     "ReadHandle",
     "Reader",
     "address_of",
@@ -29,9 +31,11 @@ __all__ = [
     "read_failed",
 ]
 
-#: Threads of a reader that spends its time copying out of the page cache, and of one that waits for the drive.
+#: Threads of a reader that spends its time copying out of the page cache, of one that waits for a drive, and of one
+#: that waits for replies from afar.
 COPYING_THREADS = min(4, max(2, os.cpu_count() or 2))
 WAITING_THREADS = 4
+REMOTE_THREADS = 16
 
 #: Below this, giving the lock back costs more than the copy.
 _LOCKED_BYTES = 16 * 1024
@@ -55,6 +59,14 @@ class ReadHandle(Protocol):
         """Close the file."""
 
 
+@runtime_checkable
+class CancellableHandle(ReadHandle, Protocol):
+    """A handle whose reads may wait for long."""
+
+    def cancel(self) -> None:
+        """From any thread: the read that waits, and all later ones, end soon, with an error."""
+
+
 class Reader(Protocol):
     """Opens shards.
 
@@ -62,17 +74,14 @@ class Reader(Protocol):
     ----------
     name
         How a user asks for it.
-    uses_page_cache
-        Whether what it reads goes through the page cache, and takes room there for as long as it is being read.
-    leaves_page_cache
-        Whether it stays there until somebody evicts it.
+    holds_copy
+        Whether a read takes as much room again elsewhere until it ends: in the page cache, or for a reply held whole.
     usual_threads
         How many threads read well with it: those that wait for a drive want company, those that copy want a core.
     """
 
     name: str
-    uses_page_cache: bool
-    leaves_page_cache: bool
+    holds_copy: bool
     usual_threads: int
 
     def open(self, shard: Shard, block_bytes: int) -> contextlib.AbstractContextManager[ReadHandle]:
@@ -81,7 +90,7 @@ class Reader(Protocol):
         Raises
         ------
         ChangedFileError, TruncatedFileError
-            It is no longer the file that was planned.
+            It is no longer the file that was planned. Behind URLs, this and the next come with the first read.
         ReadError
             It cannot be opened.
         """

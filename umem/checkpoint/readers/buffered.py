@@ -24,8 +24,7 @@ class BufferedReader:
     """Reads through the page cache."""
 
     name = "buffered"
-    uses_page_cache = True
-    leaves_page_cache = True
+    holds_copy = True
     usual_threads = COPYING_THREADS
 
     def open(self, shard: Shard, block_bytes: int) -> contextlib.closing[_Handle]:
@@ -38,16 +37,16 @@ class BufferedReader:
         del shard
         return 1
 
-    def why_not(self, shard: Shard) -> None:
-        """It reads every file."""
+    def why_not(self, shard: Shard) -> str | None:
+        """It reads every local file."""
+        return "they are behind URLs" if shard.is_remote else None
 
 
 class DontCacheReader:
     """Reads through the page cache and leaves nothing there."""
 
     name = "dontcache"
-    uses_page_cache = True
-    leaves_page_cache = False
+    holds_copy = True
     usual_threads = COPYING_THREADS
 
     def open(self, shard: Shard, block_bytes: int) -> contextlib.closing[_Handle]:
@@ -62,8 +61,8 @@ class DontCacheReader:
 
     def why_not(self, shard: Shard) -> str | None:
         """Whether kernel and file system know the flag; they say so at the first read."""
-        if not hasattr(os, "preadv"):
-            return "the system has no preadv"
+        if shard.is_remote or not hasattr(os, "preadv"):
+            return "they are behind URLs" if shard.is_remote else "the system has no preadv"
         try:
             with self.open(shard, 1) as handle:
                 handle.fill(0, [memoryview(bytearray(min(1, shard.size_bytes)))])

@@ -26,8 +26,7 @@ class MappedReader:
     """Reads from short-lived mappings of the file."""
 
     name = "mapped"
-    uses_page_cache = True
-    leaves_page_cache = True
+    holds_copy = True
     usual_threads = COPYING_THREADS
 
     def open(self, shard: Shard, block_bytes: int) -> contextlib.closing[_MappedHandle]:
@@ -41,6 +40,8 @@ class MappedReader:
 
     def why_not(self, shard: Shard) -> str | None:
         """Whether the first page can be mapped and faulted in."""
+        if shard.is_remote:
+            return "they are behind URLs"
         try:
             with self.open(shard, mmap.PAGESIZE) as handle:
                 handle.fill(0, [memoryview(bytearray(min(1, shard.size_bytes)))])

@@ -47,8 +47,7 @@ class ODirectReader:
     """Reads past the page cache."""
 
     name = "odirect"
-    uses_page_cache = False
-    leaves_page_cache = False
+    holds_copy = False
     usual_threads = WAITING_THREADS
 
     def open(self, shard: Shard, block_bytes: int) -> contextlib.closing[_ODirectHandle]:
@@ -64,6 +63,8 @@ class ODirectReader:
         """Whether a read at the start of the file works: file systems refuse O_DIRECT at open or only then."""
         if not _FLAG:
             return "the system has no O_DIRECT"
+        if shard.is_remote:
+            return "they are behind URLs"
         try:
             with self.open(shard, _USUAL_ALIGNMENT) as handle:
                 handle.fill(0, [memoryview(bytearray(min(1, shard.size_bytes)))])

@@ -1,4 +1,4 @@
-"""Finds an adapter: its config and the one file of weights, in a directory or on the hub. Reads no tensor byte."""
+"""Finds an adapter: its config and the one file of weights, in a directory, at a URL, on the hub. Reads no tensors."""
 
 from __future__ import annotations
 
@@ -10,18 +10,20 @@ from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME
 
 from umem.checkpoint.hub import looks_like_hub_id, snapshot_directory
+from umem.checkpoint.stores import LocalStore, Store, store_of
+from umem.checkpoint.urls import is_url, plain_path, shown
 from umem.errors import CheckpointFormatError, CheckpointNotFoundError, UnsupportedError
 
 __all__ = ["AdapterFiles", "find_adapter"]
 
 
 class AdapterFiles(NamedTuple):
-    """An adapter on this machine.
+    """An adapter's parts.
 
     Attributes
     ----------
     weights
-        Path of `adapter_model.safetensors`, or of `adapter_model.bin` where there is no other.
+        Path or URL of `adapter_model.safetensors`, or of `adapter_model.bin` where there is no other.
     config
         The library's config object.
     """
@@ -31,7 +33,7 @@ class AdapterFiles(NamedTuple):
 
 
 def find_adapter(path_or_id: str, revision: str | None = None) -> AdapterFiles:
-    """The adapter at a path or hub id.
+    """The adapter at a path, URL or hub id.
 
     Raises
     ------
@@ -42,47 +44,54 @@ def find_adapter(path_or_id: str, revision: str | None = None) -> AdapterFiles:
     UnsupportedError
         The installed peft does not know this kind of adapter.
     """
-    directory = path_or_id
-    if not os.path.isdir(path_or_id) and looks_like_hub_id(path_or_id) and not os.path.exists(path_or_id):
-        directory = snapshot_directory(path_or_id, revision, complete=_is_adapter)
-    config = _config_in(directory)
-    weights = _weights_in(directory)
+    directory = plain_path(path_or_id)
+    if not os.path.exists(directory) and looks_like_hub_id(directory):
+        directory = snapshot_directory(directory, revision, complete=_is_adapter)
+    if is_url(directory):
+        from umem.checkpoint.stores.remote import local_copies
+
+        with local_copies(directory, [CONFIG_NAME]) as copies:
+            config = _config_in(copies, shown(directory))
+    else:
+        config = _config_in(directory, directory)
+    weights = _weights_in(store_of(directory), directory)
     if weights is None:
         raise CheckpointNotFoundError(
             f"there is neither {SAFETENSORS_WEIGHTS_NAME} nor {WEIGHTS_NAME}; give the directory that peft's"
             " save_pretrained wrote",
-            path=directory,
+            path=shown(directory),
         )
     return AdapterFiles(weights, config)
 
 
 def _is_adapter(directory: str) -> bool:
-    return os.path.isfile(os.path.join(directory, CONFIG_NAME)) and _weights_in(directory) is not None
+    return os.path.isfile(os.path.join(directory, CONFIG_NAME)) and _weights_in(LocalStore(), directory) is not None
 
 
-def _weights_in(directory: str) -> str | None:
-    paths = (os.path.join(directory, name) for name in (SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME))
-    return next((path for path in paths if os.path.isfile(path)), None)
+def _weights_in(store: Store, directory: str) -> str | None:
+    paths = (store.joined(directory, name) for name in (SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME))
+    return next((path for path in paths if store.kind(path) == "file"), None)
 
 
-def _config_in(directory: str) -> Any:
+def _config_in(directory: str, called: str) -> Any:
+    """The config in a local directory, which errors call `called`."""
     path = os.path.join(directory, CONFIG_NAME)
     if not os.path.isfile(path):
         raise CheckpointNotFoundError(
             f"there is no {CONFIG_NAME}, so nothing says what kind of adapter this is; give the directory that peft's"
             " save_pretrained wrote",
-            path=directory,
+            path=called,
         )
     try:
         with open(path, encoding="utf-8") as file:
             declared = json.load(file)
         kind = declared["peft_type"]
     except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointFormatError(f"no adapter config: {type(error).__name__}: {error}", path=path) from None
+        raise CheckpointFormatError(f"no adapter config: {type(error).__name__}: {error}", path=called) from None
     if kind not in PEFT_TYPE_TO_CONFIG_MAPPING:
         known = ", ".join(sorted(str(name.value) for name in PEFT_TYPE_TO_CONFIG_MAPPING))
-        raise UnsupportedError(f"{path}: the installed peft knows no adapter type {kind!r}; it knows {known}")
+        raise UnsupportedError(f"{called}: the installed peft knows no adapter type {kind!r}; it knows {known}")
     try:
         return PEFT_TYPE_TO_CONFIG_MAPPING[kind].from_pretrained(directory)
     except (ValueError, TypeError) as error:
-        raise CheckpointFormatError(f"peft cannot read the config: {error}", path=path) from error
+        raise CheckpointFormatError(f"peft cannot read the config: {error}", path=called) from error

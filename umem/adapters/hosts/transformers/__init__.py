@@ -6,14 +6,18 @@ generation config, eval mode) is the library's own code. Tested with transformer
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from umem.checkpoint import Checkpoint
+from umem.checkpoint.stores import store_of
+from umem.checkpoint.urls import is_url, parent, path_of, plain_path, shown
 from umem.errors import CheckpointNotFoundError, MissingDependencyError, UnsupportedError
 from umem.planning import LoadPlan
 from umem.session import LoadSession
+from umem.strategies.storage import torch_dtype
 
 try:
     import transformers
@@ -37,6 +41,10 @@ _AUTO_CLASSES = (
     "AutoModelForPreTraining",
     "AutoModel",
 )
+
+
+#: What the library reads to build a model, besides the weights.
+_CONFIGS = ("config.json", "generation_config.json")
 
 
 class _PlannedError(Exception):
@@ -65,6 +73,7 @@ def load_model(
     """
     placement = Placement.of(offload, offload_folder, device_map)
     where = placement.settings(session)
+    path_or_id = plain_path(path_or_id)
     checkpoint = _opened(session, path_or_id, settings)
     job = TransformersLoad(session, checkpoint, allow_missing, allow_unexpected, placement)
     try:
@@ -74,6 +83,8 @@ def load_model(
         raise
     if not job.finished:
         raise UnsupportedError(f"{path_or_id}: the library did not come to load these weights, but others")
+    if is_url(path_or_id):
+        model.name_or_path = model.config._name_or_path = shown(path_or_id)
     return model
 
 
@@ -93,6 +104,7 @@ def plan_model(
     """The plan of the same load. The library runs up to its weight-loading step, with the model on the meta device."""
     placement = Placement.of(offload, offload_folder, device_map)
     where = placement.settings(session)
+    path_or_id = plain_path(path_or_id)
     checkpoint = _opened(session, path_or_id, settings)
     job = TransformersLoad(session, checkpoint, allow_missing, allow_unexpected, placement)
 
@@ -109,10 +121,12 @@ def plan_model(
 def _opened(session: LoadSession, path_or_id: str, settings: Mapping[str, Any]) -> Checkpoint:
     subfolder = settings.get("subfolder") or ""
     if subfolder and not os.path.isdir(path_or_id):
-        raise UnsupportedError("subfolder is for local directories; download the snapshot and give its path")
+        raise UnsupportedError("subfolder is for local directories; give the folder's own path or URL")
+    if settings.get("trust_remote_code") and is_url(path_or_id):
+        raise UnsupportedError("model code is not taken from URLs; download the directory and give its path")
     path = os.path.join(path_or_id, subfolder) if subfolder else path_or_id
     checkpoint = session.open(path, revision=settings.get("revision"))
-    if all(os.path.basename(shard.path).startswith("adapter_model") for shard in checkpoint.shards):
+    if all(os.path.basename(path_of(shard.path)).startswith("adapter_model") for shard in checkpoint.shards):
         raise UnsupportedError(f"{path}: this is an adapter; load its base model, then umem.load_adapter(model, path)")
     return checkpoint
 
@@ -126,17 +140,48 @@ def _from_pretrained(
     model_class: Any,
     settings: dict[str, Any],
 ) -> Any:
+    files = [shard.path for shard in checkpoint.shards]
+    with session.phase("build"), _build_files(path_or_id, settings) as source, replaced_loading(source, files, step):
+        chosen = model_class or _class_of(source, settings)
+        if dtype == "auto" and is_url(path_or_id):
+            dtype = _dtype_of(source, checkpoint)
+        return chosen.from_pretrained(source, dtype=dtype, **settings)
+
+
+@contextlib.contextmanager
+def _build_files(path_or_id: str, settings: Mapping[str, Any]) -> Iterator[str]:
+    """What the library builds the model from: a local directory, a hub id, or copies of the configs behind a URL."""
+    if is_url(path_or_id):
+        from umem.checkpoint.stores.remote import local_copies
+
+        directory = path_or_id if store_of(path_or_id).kind(path_or_id) == "directory" else parent(path_or_id)
+        with local_copies(directory, _CONFIGS) as copies:
+            _check_config(copies, shown(directory))
+            yield copies
+        return
     source = os.path.dirname(path_or_id) or "." if os.path.isfile(path_or_id) else path_or_id
-    if os.path.isdir(source) and not os.path.exists(
-        os.path.join(source, settings.get("subfolder") or "", "config.json")
-    ):
+    if os.path.isdir(source):
+        _check_config(os.path.join(source, settings.get("subfolder") or ""), source)
+    yield source
+
+
+def _check_config(directory: str, called: str) -> None:
+    if not os.path.exists(os.path.join(directory, "config.json")):
         raise CheckpointNotFoundError(
             "there is no config.json, so nothing says which model this is; fill a module of your own by umem.load_into",
-            path=source,
+            path=called,
         )
-    with session.phase("build"), replaced_loading(source, [shard.path for shard in checkpoint.shards], step):
-        chosen = model_class or _class_of(source, settings)
-        return chosen.from_pretrained(source, dtype=dtype, **settings)
+
+
+def _dtype_of(source: str, checkpoint: Checkpoint) -> Any:
+    """`auto`, or what it means where no config says it: the library would look into the first file itself."""
+    if getattr(transformers.AutoConfig.from_pretrained(source), "dtype", None) is not None:
+        return "auto"
+    entries = [entry for entry in checkpoint.entries.values() if entry.shard == 0 and entry.dtype.kind == "float"]
+    if not path_of(checkpoint.shards[0].path).endswith(".safetensors"):
+        return torch_dtype(entries[0].dtype) if entries else "auto"
+    first = min(entries, key=lambda entry: entry.name, default=None)
+    return torch_dtype(first.dtype) if first is not None else "auto"
 
 
 def _class_of(source: str, settings: Mapping[str, Any]) -> Any:

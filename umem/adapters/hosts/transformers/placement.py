@@ -14,7 +14,7 @@ from enum import StrEnum
 from typing import Any
 
 import torch
-from accelerate.utils.modeling import get_max_layer_size  # type: ignore[import-untyped]
+from accelerate.utils.modeling import get_max_layer_size
 from transformers.integrations.accelerate import compute_module_sizes
 
 from umem._types import format_bytes

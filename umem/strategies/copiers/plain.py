@@ -1,0 +1,85 @@
+"""Plain copies: what cannot be read straight into final storage is staged in ordinary memory and copied at once.
+
+For the processor's memory that is the best there is. For devices it is the road that always works: each copy is waited
+for, and the driver bounces it through memory of its own.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Sequence
+
+import torch
+
+from umem.strategies.blocks import GAP_BYTES, Block, Part
+from umem.strategies.delivery import Delivery
+from umem.strategies.storage import torch_dtype
+from umem.strategies.tiles import TILE_BYTES
+
+__all__ = ["PlainCarrier", "PlainCopier"]
+
+
+class PlainCopier:
+    """Copies as it goes.
+
+    Parameters
+    ----------
+    alignments
+        By shard, the congruence of addresses and offsets that spares the reader a copy.
+    block_bytes
+        The most that a block has.
+    """
+
+    def __init__(
+        self, delivery: Delivery, *, alignments: Sequence[int], block_bytes: int, name: str, reason: str
+    ) -> None:
+        self.name, self.reason, self.carrier_bytes = name, reason, block_bytes + TILE_BYTES
+        self._delivery, self._alignments, self._block_bytes = delivery, alignments, block_bytes
+
+    def carrier(self) -> PlainCarrier:
+        """A carrier with a staging buffer of its own."""
+        return PlainCarrier(self._delivery, self._alignments, self._block_bytes)
+
+
+class PlainCarrier:
+    """Stages a block's parts one behind the other."""
+
+    def __init__(self, delivery: Delivery, alignments: Sequence[int], block_bytes: int) -> None:
+        self._delivery, self._alignments, self._block_bytes = delivery, alignments, block_bytes
+        self._staging: mmap.mmap | None = None
+        self._staged: list[tuple[Part, memoryview]] = []
+        self._gap = memoryview(bytearray(GAP_BYTES))
+
+    def place(self, block: Block) -> list[memoryview]:
+        """Straight to final storage, to staging, or (gaps) nowhere."""
+        buffers: list[memoryview] = []
+        self._staged = []
+        position, used = block.start, 0
+        for part in block.parts:
+            if part.start > position:
+                buffers.append(self._gap[: part.start - position])
+            buffer = self._delivery.memory(part)
+            if buffer is None:
+                alignment = self._alignments[block.shard]
+                if alignment > 1 and part.end - part.start >= alignment:
+                    used += (part.start - used) % alignment  # congruent, so that it is read without a copy
+                else:
+                    used += -used % part.writes[0].entry.dtype.itemsize
+                buffer = self._room(used, part.end - part.start)
+                used += part.end - part.start
+                self._staged.append((part, buffer))
+            buffers.append(buffer)
+            position = part.end
+        return buffers
+
+    def deliver(self, block: Block) -> None:  # noqa: ARG002 - what was staged of it is known
+        """Deliver what was staged."""
+        for part, buffer in self._staged:
+            items = torch.frombuffer(buffer, dtype=torch_dtype(part.writes[0].entry.dtype))
+            self._delivery.deliver(part, items, part.writes)
+
+    def _room(self, start: int, count: int) -> memoryview:
+        if self._staging is None:
+            room = 2 * self._block_bytes  # aligning items less than doubles what is staged
+            self._staging = mmap.mmap(-1, room, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        return memoryview(self._staging)[start : start + count]

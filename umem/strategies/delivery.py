@@ -1,0 +1,103 @@
+"""Where the parts of a block belong, and their delivery there by the strategy of their route. Reads nothing.
+
+Copiers bring stored items to the device of their destination and then deliver them by this, on whichever memory the
+items lie.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from umem.planning.views import coalesced, laid_out, ordered, restricted
+from umem.planning.writes import Factor, Route, Write
+from umem.strategies.base import BlockStrategy
+from umem.strategies.blocks import Part
+from umem.strategies.registry import block_strategy
+from umem.strategies.storage import Destination
+
+__all__ = ["Delivery", "Run"]
+
+
+class Run(NamedTuple):
+    """Bytes [start, end) of a destination that lies in row-major order."""
+
+    destination: Destination
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """What one pass over the files delivers.
+
+    Attributes
+    ----------
+    destination_of
+        Where a write goes.
+    routes
+        Stored name -> route.
+    factors
+        (device, stored name) -> the flat tensor by which writes are multiplied.
+    """
+
+    destination_of: Callable[[Write], Destination]
+    routes: Mapping[str, Route]
+    factors: Mapping[tuple[str, str], torch.Tensor]
+
+    def unchanged(self, part: Part) -> Run | None:
+        """The bytes of final storage that the part fills unchanged and in order, if it does."""
+        if len(part.writes) != 1:
+            return None
+        write = part.writes[0]
+        if self.routes[write.entry.name] is not Route.DIRECT:
+            return None
+        if not (write.source.runs_row_major() and write.destination.runs_row_major()):
+            return None
+        itemsize = write.entry.dtype.itemsize
+        destination = self.destination_of(write)
+        if write.source.items * itemsize != write.entry.nbytes or not destination.tensor.is_contiguous():
+            return None
+        start = write.destination.offset * itemsize + part.start - write.entry.start
+        return Run(destination, start, start + part.end - part.start)
+
+    def memory(self, part: Part) -> memoryview | None:
+        """The final storage that the part fills unchanged and in order, if the processor can write it."""
+        run = self.unchanged(part)
+        if run is None or run.destination.memory is None:
+            return None
+        return run.destination.memory[run.start : run.end]
+
+    def deliver(self, part: Part, items: torch.Tensor, writes: Sequence[Write]) -> None:
+        """Deliver `writes` of the part from `items`, its stored items, flat."""
+        entry = part.writes[0].entry
+        strategy = block_strategy(self.routes[entry.name])
+        itemsize = entry.dtype.itemsize
+        low, high = (part.start - entry.start) // itemsize, (part.end - entry.start) // itemsize
+        for write in writes:
+            destination = self.destination_of(write)
+            if write.factor is not None:
+                self._deliver_scaled(strategy, items, write, write.factor, low, high)
+                continue
+            pairing = coalesced(*destination.placed(write.source, write.destination))
+            for source, view in restricted(*pairing, low, high):
+                strategy.deliver(items, source._replace(offset=source.offset - low), destination, view)
+
+    def _deliver_scaled(
+        self, strategy: BlockStrategy, items: torch.Tensor, write: Write, factor: Factor, low: int, high: int
+    ) -> None:
+        """Deliver the items [low, high) of a write that is multiplied; its three views are cut alike."""
+        destination = self.destination_of(write)
+        shape = destination.target.shape
+        numbers = self.factors[destination.target.device, factor.entry.name]
+        placed, multiplied = (
+            ordered(*laid_out(write.source, write.destination, shape, other))
+            for other in (destination.storage_view, factor.view)
+        )
+        cuts = zip(restricted(*placed, low, high), restricted(*multiplied, low, high), strict=True)
+        for (source, view), (_, by) in cuts:
+            strided = numbers.as_strided(by.shape, by.strides, by.offset)
+            strategy.deliver(items, source._replace(offset=source.offset - low), destination, view, strided)
