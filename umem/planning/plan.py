@@ -41,8 +41,8 @@ class Forecast:
     ----------
     final_bytes
         The final storage of the targets that this load allocates or fills, on disk too.
-    allocated_bytes
-        The part of it, in memory, that is not there yet.
+    allocated_bytes_by_place
+        The part of it, in memory, that is not there yet, by device and dtype.
     window_bytes
         The cap on everything else that is live; 0 where nothing is read because all targets stay mapped.
     scratch_bytes
@@ -57,12 +57,21 @@ class Forecast:
     """
 
     final_bytes: int
-    allocated_bytes: int
+    allocated_bytes_by_place: Mapping[tuple[str, DType], int]
     window_bytes: int
     scratch_bytes: int
     read_bytes: int
     final_bytes_by_device: Mapping[str, int]
     offloaded_bytes: int = 0
+
+    @property
+    def allocated_bytes(self) -> int:
+        """The part of the final storage, in memory, that is not there yet."""
+        return sum(self.allocated_bytes_by_place.values())
+
+    def allocated_bytes_on(self, device: str) -> int:
+        """The part of it that will live on `device`."""
+        return sum(count for (place, _), count in self.allocated_bytes_by_place.items() if place == device)
 
     @property
     def peak_bytes(self) -> int:
@@ -317,12 +326,16 @@ def _forecast(groups: Collection[Group], targets: Targets, window_bytes: int, li
     written = {targets[name].name for group in groups for name in group.targets}
     on_disk = {name for name in written if targets[name].device == DISK}
     by_device: Counter[str] = Counter()
+    by_place: Counter[tuple[str, DType]] = Counter()
     for name in written:
-        by_device[targets[name].device] += targets[name].nbytes
+        target = targets[name]
+        by_device[target.device] += target.nbytes
+        if name not in live and name not in unmoved and name not in on_disk:
+            by_place[target.device, target.dtype] += target.nbytes
     final_bytes = by_device.total()
     return Forecast(
         final_bytes=final_bytes,
-        allocated_bytes=sum(targets[name].nbytes for name in written - unmoved - on_disk if name not in live),
+        allocated_bytes_by_place=dict(by_place),
         window_bytes=window_bytes if moved or not groups else 0,
         scratch_bytes=_scratch_bytes(groups),
         read_bytes=sum(group.read_bytes for group in moved),

@@ -42,12 +42,16 @@ _TICK_S = 0.1
 
 
 class Progress(NamedTuple):
-    """How far a load is: bytes read, of how many, since when, and the bytes live in the window."""
+    """How far a load is: bytes read, of how many, since when, and the bytes live in the window.
+
+    `waiting` says what a load waits for before it reads anything; it is empty from then on.
+    """
 
     read_bytes: int
     total_bytes: int
     elapsed_s: float
     window_bytes: int
+    waiting: str = ""
 
 
 @dataclass(slots=True)
