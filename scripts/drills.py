@@ -22,6 +22,7 @@ from tests.drills import MIB, Drill, Outcome, drills, failures_of, prepare, run_
 from tests.limits import swap_file
 
 _SWAP_BYTES = 512 * MIB
+_CAPTION = "latest: the latest stop, s after the crossing; left: the least that was left; sizes in MiB"
 
 
 def main() -> int:
@@ -46,11 +47,15 @@ def main() -> int:
 
 
 def _table(results: list[tuple[Drill, Outcome]]) -> Table:
-    table = Table(box=None, pad_edge=False, caption="latest stop after the floor was crossed; sizes in MiB")
-    for name in ("disaster", "swap", "runs", "loaded", "stopped", "failed"):
-        table.add_column(name, justify="left" if name in ("disaster", "swap") else "right")
-    for name in ("latest, s", "least left", "kept", "swapped"):
-        table.add_column(name, justify="right")
+    table = Table(
+        box=None,
+        pad_edge=False,
+        caption=_CAPTION,
+    )
+    for name in ("disaster", "swap"):
+        table.add_column(name, no_wrap=True)
+    for name in ("runs", "loaded", "stopped", "failed", "latest", "left", "kept", "swapped"):
+        table.add_column(name, justify="right", no_wrap=True)
     kinds: dict[tuple[str, bool], list[tuple[Drill, Outcome]]] = defaultdict(list)
     for drill, outcome in results:
         kinds[drill.disaster, drill.swap].append((drill, outcome))

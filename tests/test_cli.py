@@ -61,6 +61,25 @@ def test_plan_of_a_file_without_a_model(tmp_path: Path) -> None:
     assert "stored as it is used" in done.stdout
 
 
+def test_what_does_not_fit_goes_to_disk(model: Path, tmp_path: Path) -> None:
+    window = 16 << 20
+    split = ("--offload", "disk", "--window", str(window), "--memory-budget", str(window + 50_000))
+    done = umem("plan", model, *split)
+    assert done.returncode == 0, done.stderr
+    for words in ("model on disk", "to write", "kept"):
+        assert words in done.stdout
+    facts = json.loads(umem("plan", model, *split, "--json").stdout)
+    assert facts["budget"]["fits"]
+    assert facts["forecast"]["final_bytes_by_device"].keys() == {"cpu", "disk"}
+    refused = umem("load", model, *split)
+    assert refused.returncode == 1
+    assert "offload_folder" in refused.stderr
+    done = umem("load", model, *split, "--offload-folder", tmp_path / "off", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["plan"]["forecast"] == facts["forecast"]
+    assert not (tmp_path / "off").exists()
+
+
 def test_a_machine_that_is_saved_and_planned_for(model: Path, tmp_path: Path) -> None:
     saved = tmp_path / "here.json"
     done = umem("probe", "--device", "cpu", "--save", saved, COLUMNS="80")

@@ -76,9 +76,15 @@ def load(
     host_settings
         Handed to the framework: `model_class`, `attn_implementation`, `revision`, `key_mapping`, ...
 
+        For a model that does not fit the device there are with transformers: `offload="cpu"`, which puts the rest into
+        the processor's memory where that is another one, or `"disk"`, which puts what is then left on disk;
+        `offload_folder`, where weights on disk are written that are not stored as they are used (in a folder of their
+        own there, which goes with the model); `device_map`, modules to devices (also `cpu` and `disk`), instead of
+        a plan of umem's. The forward pass is then that of accelerate's hooks, and its results are the same.
+
     Raises
     ------
-    CheckpointError, KeyMismatchError, InsufficientMemoryError
+    CheckpointError, KeyMismatchError, InsufficientMemoryError, InsufficientSpaceError
         Before a tensor byte is read.
     ReadError, MemoryOverrunError
         A read failed, or memory ran short, on the way; everything is freed.

@@ -53,6 +53,8 @@ _Residency = Annotated[str | None, typer.Option(help="owned, or mapped: the mode
 _Missing = Annotated[list[str] | None, typer.Option(help="Pattern of parameters that may be absent, like 'score.*'.")]
 _Unexpected = Annotated[list[str] | None, typer.Option(help="Pattern of stored tensors that may be left out.")]
 _Guard = Annotated[bool, typer.Option("--guard", help="End this process from another if it hangs with memory short.")]
+_Offload = Annotated[str | None, typer.Option(help="Where what does not fit the device goes: cpu, disk.")]
+_OffloadFolder = Annotated[Path | None, typer.Option(help="Where weights on disk are written, if they must be.")]
 _Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")]
 _Remote = Annotated[bool, typer.Option("--trust-remote-code", help="Run model code that comes with the checkpoint.")]
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -70,6 +72,8 @@ def load(
     wait_for_memory: _Wait = None,
     reader: _Reader = None,
     residency: _Residency = None,
+    offload: _Offload = None,
+    offload_folder: _OffloadFolder = None,
     allow_missing: _Missing = None,
     allow_unexpected: _Unexpected = None,
     revision: _Revision = None,
@@ -96,7 +100,7 @@ def load(
             config=_config(window, memory_budget, reader, residency, wait_for_memory, guard=guard or None),
             progress=view.update,
             return_report=True,
-            **_host_settings(revision, trust_remote_code),
+            **_host_settings(revision, trust_remote_code, offload, offload_folder),
         )
     if chart is not None:
         chart.write_text(memory_chart(report))
@@ -115,6 +119,8 @@ def plan(
     ] = None,
     reader: _Reader = None,
     residency: _Residency = None,
+    offload: _Offload = None,
+    offload_folder: _OffloadFolder = None,
     allow_missing: _Missing = None,
     allow_unexpected: _Unexpected = None,
     revision: _Revision = None,
@@ -143,7 +149,7 @@ def plan(
         allow_unexpected=allow_unexpected or (),
         config=config,
         machine=saved,
-        **_host_settings(revision, trust_remote_code),
+        **_host_settings(revision, trust_remote_code, offload, offload_folder),
     )
     machine = saved or probe_machine(device=device, config=config)
     budget = machine.budget
@@ -224,8 +230,15 @@ def _config(
     return config
 
 
-def _host_settings(revision: str | None, trust_remote_code: bool) -> dict[str, Any]:
-    given = {"revision": revision, "trust_remote_code": trust_remote_code or None}
+def _host_settings(
+    revision: str | None, trust_remote_code: bool, offload: str | None, offload_folder: Path | None
+) -> dict[str, Any]:
+    given = {
+        "revision": revision,
+        "trust_remote_code": trust_remote_code or None,
+        "offload": offload,
+        "offload_folder": offload_folder,
+    }
     return {name: value for name, value in given.items() if value is not None}
 
 

@@ -25,6 +25,7 @@ __all__ = [
     "IncompleteConversionError",
     "IndexFormatError",
     "InsufficientMemoryError",
+    "InsufficientSpaceError",
     "KeyMismatchError",
     "LegacyPickleError",
     "LfsPointerError",
@@ -414,6 +415,24 @@ class MemoryOverrunError(UmemError, MemoryError):
         self.process = process
         self.series = tuple(series)
         self.verdicts = tuple(verdicts)
+        super().__init__(message)
+
+
+class InsufficientSpaceError(UmemError, OSError):
+    """What is to be written needs more space than the drive has; said before a tensor byte is read.
+
+    Attributes
+    ----------
+    path
+        The folder or file to write.
+    needed_bytes, available_bytes
+        What it needs and what is free, in bytes.
+    """
+
+    def __init__(self, message: str, *, path: str, needed_bytes: int, available_bytes: int) -> None:
+        self.path = path
+        self.needed_bytes = needed_bytes
+        self.available_bytes = available_bytes
         super().__init__(message)
 
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Self
 from umem._types import format_bytes
 from umem.admission import Admission, Waiting
 from umem.checkpoint import Checkpoint, open_checkpoint
+from umem.checkpoint.offload import OffloadFile
 from umem.checkpoint.pagecache import CachePolicy, cached_bytes_of_files
 from umem.checkpoint.readers import ReaderChoice, choose_readers
 from umem.config import LoadConfig, config_from_environment
@@ -76,12 +77,14 @@ class LoadSession:
     ) -> None:
         self.config = config or config_from_environment()
         self.stopwatch = Stopwatch()
+        self._machine = machine
         self._facts = machine.facts if machine is not None else facts_of(device)
         self.platform = classify(self._facts)
         self._progress = progress
         self._monitor: Monitor | None = None
         self._plan: LoadPlan | None = None
         self._outcome: Outcome | None = None
+        self._watched: list[str] = []
         self._budget = Budget()
         self._readers = ReaderChoice((), "nothing to read")
         self._guard: Guard | None = None
@@ -101,12 +104,12 @@ class LoadSession:
         """Open the checkpoint, and start to watch memory."""
         with self.stopwatch.phase("open"):
             checkpoint = open_checkpoint(path_or_id, revision=revision)
-        paths = [shard.path for shard in checkpoint.shards if not shard.is_remote]
+        self._watched = [shard.path for shard in checkpoint.shards if not shard.is_remote]
         if self.config.guard:
             self._guard = Guard().__enter__()
         self._monitor = Monitor(
             interval_s=self.config.sample_interval_s,
-            cached_file_bytes=lambda: cached_bytes_of_files(paths),
+            cached_file_bytes=lambda: cached_bytes_of_files(self._watched),
             device_bytes=self._device_bytes,
             thresholds=self.config.thresholds,
             sampled=self._guard.beat if self._guard is not None else lambda: None,
@@ -150,14 +153,34 @@ class LoadSession:
             if collects:
                 gc.enable()
 
+    def room(self) -> dict[str, int | None]:
+        """Bytes that a model may take, by device; `cpu` too where that is another memory. None where unknown."""
+        machine = self._machine or probe(facts=self._facts, config=self.config)
+        budget, device = machine.budget, self.platform.device
+        memory = budget.tightest_in_memory
+        beside_the_window = None if memory is None else max(0, memory.available_bytes - self.config.window_bytes)
+        if budget.device is None:
+            return {device: beside_the_window}
+        return {device: budget.available_bytes, "cpu": beside_the_window}
+
     def run(
         self,
         load_plan: LoadPlan,
         *,
         convert: Converter | None = None,
         live: Mapping[str, torch.Tensor] | None = None,
+        offload: OffloadFile | None = None,
     ) -> dict[str, torch.Tensor]:
         """Check that the plan fits, run it, and give the final tensors by target name.
+
+        Parameters
+        ----------
+        convert
+            Runs the conversions that stay with their owner.
+        live
+            Target name -> tensor to fill in place.
+        offload
+            The file for targets on disk that groups with writes fill.
 
         Raises
         ------
@@ -173,7 +196,7 @@ class LoadSession:
             self._budget = admission.machine.budget
             if load_plan.forecast.read_bytes:
                 self._readers = choose_readers(self.config.reader, load_plan.checkpoint.shards)
-            return self._execute(load_plan, admission, convert, live)
+            return self._execute(load_plan, admission, convert, live, offload)
 
     def _execute(
         self,
@@ -181,6 +204,7 @@ class LoadSession:
         admission: Admission,
         convert: Converter | None,
         live: Mapping[str, torch.Tensor] | None,
+        offload: OffloadFile | None,
     ) -> dict[str, torch.Tensor]:
         from umem.strategies import Execution, Outcome, execute
 
@@ -199,7 +223,9 @@ class LoadSession:
             convert=convert,
             progress=progress,
             watch=monitor,
+            offload=offload,
         )
+        self._watched += [offload.path] if offload is not None else []
         outcome = Outcome()
         self._expect(load_plan, admission)
         stopped = False

@@ -26,6 +26,8 @@ def plan_table(plan: LoadPlan) -> RenderableType:
     sizes.add_row("stored", f"{len(plan.checkpoint.entries)} tensors in {len(plan.checkpoint.shards)} files")
     for device, count in forecast.final_bytes_by_device.items():
         sizes.add_row(f"model on {device}", format_bytes(count))
+    if forecast.offloaded_bytes:
+        sizes.add_row("to write", f"{format_bytes(forecast.offloaded_bytes)} to the offload folder")
     sizes.add_row("window", format_bytes(forecast.window_bytes))
     if forecast.scratch_bytes:
         sizes.add_row("conversions", f"{format_bytes(forecast.scratch_bytes)} (estimate)")

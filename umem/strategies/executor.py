@@ -19,10 +19,11 @@ from typing import NamedTuple
 import torch
 
 from umem.checkpoint.entries import Entry
+from umem.checkpoint.offload import OffloadFile
 from umem.checkpoint.pagecache import CachePolicy, DropBehind, cached_ranges
 from umem.checkpoint.readers import Reader
 from umem.planning.plan import LoadPlan
-from umem.planning.targets import Target
+from umem.planning.targets import DISK, Target
 from umem.planning.views import View
 from umem.planning.writes import Group, Route, Write
 from umem.probes.monitor import LoadStoppedError, LoadWatch, Unwatched
@@ -34,7 +35,15 @@ from umem.strategies.delivery import Delivery
 from umem.strategies.mapped import MappedShards
 from umem.strategies.registry import group_strategy, is_block_route, is_group_route
 from umem.strategies.relief import Relief
-from umem.strategies.storage import Destination, allocate, destination_of, discard, has_own_pages, huge_pages_pay
+from umem.strategies.storage import (
+    Destination,
+    allocate,
+    destination_of,
+    discard,
+    has_own_pages,
+    huge_pages_pay,
+    in_file,
+)
 from umem.strategies.window import Window
 from umem.strategies.worker import Feeder, Job, Worker
 
@@ -111,6 +120,8 @@ class Execution:
         Called about ten times a second, from the calling thread.
     watch
         Says when to go on slower, and when to stop.
+    offload
+        The file that holds targets on disk which groups with writes fill; needed only where the plan has any.
     """
 
     window_bytes: int
@@ -121,6 +132,7 @@ class Execution:
     convert: Converter | None = None
     progress: Callable[[Progress], None] | None = None
     watch: LoadWatch = field(default_factory=Unwatched)
+    offload: OffloadFile | None = None
 
 
 def execute(
@@ -160,7 +172,8 @@ def execute(
         run.destinations.clear()  # a kept traceback must not keep the model's memory
         outcome.tensors.clear()
         raise
-    outcome.tensors.update({name: destination.tensor for name, destination in run.destinations.items()})
+    in_memory = (name for name in run.destinations if plan.targets[name].device != DISK)
+    outcome.tensors.update({name: run.destinations[name].tensor for name in in_memory})
     outcome.window_peak_bytes = run.window.peak_bytes
     return outcome
 
@@ -193,12 +206,20 @@ class _Run:
         self._fresh.update(target.name for target in fresh)
         for target in fresh:
             self._obey()
+            if target.device == DISK:
+                self.destinations[target.name] = self._in_file(target)
+                continue
             tensor = allocate(target, huge_pages=self.outcome.huge_pages, residue=residues.get(target.name, 0))
             self.destinations[target.name] = destination_of(target, tensor)
         self._map()
         for name, tensor in live.items():
             self.destinations[name] = destination_of(self.plan.targets[name], tensor)
         self.outcome.seconds["allocate"] = time.perf_counter() - started_s
+
+    def _in_file(self, target: Target) -> Destination:
+        if self.execution.offload is None:
+            raise ValueError(f"the plan puts {target.name} on disk, but no file for it was given")
+        return in_file(target, self.execution.offload.memory, self.execution.offload.start_of(target.name))
 
     def _map(self) -> None:
         """Give the targets of the mapped route their pages of the files."""
@@ -231,7 +252,7 @@ class _Run:
         needed: dict[str, dict[str, Entry]] = {}
         for write in (write for group in self.plan.groups for write in group.writes):
             if write.factor is not None:
-                device = self.plan.targets[write.target].device
+                device = self.destinations[self.plan.targets[write.target].name].target.device
                 needed.setdefault(device, {})[write.factor.entry.name] = write.factor.entry
         for device, entries in needed.items():
             for name, tensor in self._read_whole(tuple(entries.values()), device).items():
@@ -335,7 +356,7 @@ class _Run:
             evictions=evictions,
             window=window,
             block_bytes=block_bytes,
-            block_cost=copier.carrier_bytes + (block_bytes if self._holds_copies else 0),
+            block_cost=copier.carrier_bytes + self._copies * block_bytes,
             touched=self.outcome.touched.update,
             done=self.block_done,
         )
@@ -346,7 +367,7 @@ class _Run:
             block_bytes=self.execution.block_bytes,
             threads=self._threads,
             devices=devices,
-            reads_hold_copies=self._holds_copies,
+            reads_hold_copies=self._copies > 0,
         )
 
     def _workers(self, blocks: int, block_cost: int) -> int:
@@ -359,8 +380,9 @@ class _Run:
         return self.execution.threads or max((reader.usual_threads for reader in self.execution.readers), default=1)
 
     @property
-    def _holds_copies(self) -> bool:
-        return any(reader.holds_copy for reader in self.execution.readers)
+    def _copies(self) -> int:
+        """How many more times a block in flight is held: by its reader, and as pages of the offload file."""
+        return any(reader.holds_copy for reader in self.execution.readers) + (self.execution.offload is not None)
 
     def _wait_for(self, workers: list[Worker], feeder: Feeder, window: Window) -> None:
         with ThreadPoolExecutor(len(workers), thread_name_prefix="umem-read") as pool:
@@ -403,7 +425,9 @@ class _Run:
             self.execution.progress(Progress(self._read_bytes, total, elapsed_s, self.window.live_bytes))
 
     def block_done(self, count: int, read_s: float, deliver_s: float) -> None:
-        """A worker has read and delivered `count` bytes."""
+        """A worker has read and delivered `count` bytes, which it still holds in the window."""
+        if self.execution.offload is not None:
+            self.execution.offload.settle()
         with self._lock:
             self._read_bytes += count
             self.outcome.thread_seconds["read"] += read_s
