@@ -27,7 +27,7 @@ from umem.planning.targets import DISK, Target
 from umem.planning.views import View
 from umem.planning.writes import Group, Route, Write
 from umem.probes.monitor import LoadStoppedError, LoadWatch, Unwatched
-from umem.probes.policy import Level, Sample, Verdict
+from umem.probes.verdicts import Level, Sample, Verdict
 from umem.strategies.base import Converter, GroupStrategy
 from umem.strategies.blocks import Block, blocks_of
 from umem.strategies.copiers import Copier, RingShape, open_copier, ring_shape
