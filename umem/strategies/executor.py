@@ -1,8 +1,8 @@
 """Runs a plan: allocates final storage, reads blocks in file order by a few threads, delivers them, then the rest.
 
-Everything live besides final storage draws from the window. If anything goes wrong, or the caller interrupts, the
-threads stop at their next block, everything that was taken is let go, and the first error is raised in the caller's
-thread.
+Everything live besides final storage draws from the window. If anything goes wrong, or the caller interrupts, or the
+watch stops the load, the threads stop at their next block, everything that was taken is let go, and the first error is
+raised in the caller's thread. While the watch asks for less, one block is in flight at a time.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -26,13 +26,24 @@ from umem.planning.plan import LoadPlan
 from umem.planning.targets import DISK, Target
 from umem.planning.views import View
 from umem.planning.writes import Group, Route, Write
+from umem.probes.monitor import LoadStoppedError, LoadWatch, Unwatched
+from umem.probes.verdicts import Level, Sample, Verdict
 from umem.strategies.base import Converter, GroupStrategy
 from umem.strategies.blocks import Block, blocks_of
 from umem.strategies.copiers import Copier, RingShape, open_copier, ring_shape
 from umem.strategies.delivery import Delivery
 from umem.strategies.mapped import MappedShards
 from umem.strategies.registry import group_strategy, is_block_route, is_group_route
-from umem.strategies.storage import Destination, allocate, destination_of, has_own_pages, huge_pages_pay, in_file
+from umem.strategies.relief import Relief
+from umem.strategies.storage import (
+    Destination,
+    allocate,
+    destination_of,
+    discard,
+    has_own_pages,
+    huge_pages_pay,
+    in_file,
+)
 from umem.strategies.window import Window
 from umem.strategies.worker import Feeder, Job, Worker
 
@@ -44,7 +55,8 @@ _TICK_S = 0.1
 class Progress(NamedTuple):
     """How far a load is: bytes read, of how many, since when, and the bytes live in the window.
 
-    `waiting` says what a load waits for before it reads anything; it is empty from then on.
+    `waiting` says what a load waits for before it reads anything; it is empty from then on. `sample` is memory now, and
+    `verdicts` the changes of level so far, where the load is watched.
     """
 
     read_bytes: int
@@ -52,6 +64,8 @@ class Progress(NamedTuple):
     elapsed_s: float
     window_bytes: int
     waiting: str = ""
+    sample: Sample | None = None
+    verdicts: tuple[Verdict, ...] = ()
 
 
 @dataclass(slots=True)
@@ -104,6 +118,8 @@ class Execution:
         Runs the materialized groups' conversions; needed only where the plan has any.
     progress
         Called about ten times a second, from the calling thread.
+    watch
+        Says when to go on slower, and when to stop.
     offload
         The file that holds targets on disk which groups with writes fill; needed only where the plan has any.
     """
@@ -115,6 +131,7 @@ class Execution:
     cache_policy: CachePolicy = CachePolicy.RESTORE
     convert: Converter | None = None
     progress: Callable[[Progress], None] | None = None
+    watch: LoadWatch = field(default_factory=Unwatched)
     offload: OffloadFile | None = None
 
 
@@ -140,6 +157,8 @@ def execute(
         A file could not be read as planned.
     IncompleteConversionError
         A conversion broke its promise.
+    LoadStoppedError
+        The watch stopped the load.
     """
     outcome = Outcome() if outcome is None else outcome
     run = _Run(plan, execution, outcome)
@@ -166,9 +185,12 @@ class _Run:
         self.plan, self.execution, self.outcome = plan, execution, outcome
         self.window = Window(execution.window_bytes)
         self.destinations: dict[str, Destination] = {}
+        self._fresh: set[str] = set()
         self.factors: dict[tuple[str, str], torch.Tensor] = {}
         shards = plan.checkpoint.shards
         self.alignments = [reader.alignment(shard) for reader, shard in zip(execution.readers, shards, strict=False)]
+        keeps_cache = execution.cache_policy is CachePolicy.RESTORE
+        self._relief = Relief(() if keeps_cache else [shard.path for shard in shards if not shard.is_remote])
         self._started_s = time.perf_counter()
         self._read_bytes = 0
         self._lock = threading.Lock()
@@ -181,7 +203,9 @@ class _Run:
         fresh = [target for target in self.plan.filled if target.name in written and target.name not in live]
         self.outcome.huge_pages = huge_pages_pay(sum(target.nbytes for target in fresh if target.device == "cpu"))
         residues = self._residues()
+        self._fresh.update(target.name for target in fresh)
         for target in fresh:
+            self._obey()
             if target.device == DISK:
                 self.destinations[target.name] = self._in_file(target)
                 continue
@@ -242,6 +266,7 @@ class _Run:
                 continue
             if self.execution.convert is None:
                 raise ValueError(f"the plan has the conversion {group.name}, but nobody to run it was given")
+            self._obey()
             strategy: GroupStrategy = group_strategy(group.route)
             self.outcome.touched.update(group.targets)
             given = strategy.run(group, self._read_whole, self.execution.convert, self.window, self.destinations)
@@ -302,7 +327,7 @@ class _Run:
             ):
                 if phase == "read":
                     self.outcome.copier, self.outcome.copier_reason = copier.name, copier.reason
-                feeder = Feeder(blocks)
+                feeder = Feeder(blocks, self.execution.watch)
                 job = self._job(delivery, copier, evictions, window, block_bytes)
                 threads = shape.workers if devices else self._workers(len(blocks), job.block_cost)
                 self._wait_for([Worker(job, feeder) for _ in range(threads)], feeder, window)
@@ -364,16 +389,35 @@ class _Run:
             waiting: set[Future[None]] = {pool.submit(worker.run) for worker in workers}
             try:
                 while waiting:
-                    done, waiting = wait(waiting, timeout=_TICK_S)
+                    alarm = self.execution.watch.alarm
+                    done, _ = wait({*waiting, alarm}, timeout=_TICK_S, return_when=FIRST_COMPLETED)
+                    self._obey()
+                    waiting -= done
                     for future in done:
                         future.result()
                     self._report()
-            except BaseException:
+            except BaseException as error:
                 feeder.stop()
                 window.close()
                 for worker in workers:
                     worker.cancel()
+                if isinstance(error, LoadStoppedError):
+                    self._discard()
                 raise
+
+    def _obey(self) -> None:
+        """Give back what can be spared where memory is short; end the load where it is over."""
+        watch = self.execution.watch
+        if watch.level is Level.SOFT:
+            self._relief.give(lambda: watch.level is Level.HARD)
+        if watch.level is Level.HARD:
+            raise LoadStoppedError
+
+    def _discard(self) -> None:
+        """Give back what final storage holds now: it can be freed only when the reads in flight have ended."""
+        for destination in self.destinations.values():
+            if destination.target.name in self._fresh and has_own_pages(destination.target):
+                discard(destination.tensor)
 
     def _report(self) -> None:
         if self.execution.progress is not None:
