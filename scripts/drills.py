@@ -21,10 +21,10 @@ from tests.drills import MIB, Drill, Outcome, drills, failures_of, prepare, run_
 from tests.limits import swap_file
 
 _SWAP_BYTES = 512 * MIB
-_HEADER = ("disaster", "swap", "runs", "loaded", "stopped", "failed", "latest s", "left", "kept", "swapped")
+_HEADER = ("disaster", "swap", "runs", "loaded", "stopped", "failed", "stop s", "latest s", "left", "kept", "swapped")
 _KEY = """A load of 96 MiB, slowed down, in a memory cgroup with room for it, its window, the reserve and a little more.
-Loaded: bit-exact. Stopped: `MemoryOverrunError` with the right cause, the model as it was. Latest: the latest stop, in
-seconds after the hard floor was crossed; `before` where none was crossed. Left: the least that was left in the group;
+Loaded: bit-exact. Stopped: `MemoryOverrunError` with the right cause, the model as it was. Stop: the
+most seconds from the decision to the error. Latest: from the crossing of the hard floor; `before`: none was crossed. Left: the least that was left in the group;
 kept: the most that the loader had not given back; swapped: the most that was swapped out; in MiB."""
 
 _Run = tuple[Drill, Outcome]
@@ -73,6 +73,7 @@ def _cells(runs: list[_Run]) -> list[str]:
         str(sum(outcome.ended == "loaded" for outcome in outcomes)),
         str(sum(outcome.ended == "MemoryOverrunError" for outcome in outcomes)),
         str(sum(bool(failures_of(drill, outcome)) for drill, outcome in runs)),
+        f"{max(outcome.stop_s for outcome in outcomes):.3f}",
         f"{max(latencies):.3f}" if latencies else "before",
         str(min(outcome.least_headroom_bytes for outcome in outcomes) // MIB),
         str(max(outcome.left_bytes for outcome in outcomes) // MIB),
