@@ -2,8 +2,8 @@
 
 It ends the loading process when memory is below the hard floor and the loader does not answer (it was stopped, or its
 interpreter is held by a call that does not return), or has not freed its memory in time: SIGTERM, and SIGKILL after a
-grace. It ends by itself when the load or the loader ends. It says what it did on standard error. A loader that answers
-stops by itself long before; what it judges by, besides the floors, is `probes.policy`.
+grace. It ends with the load, and by itself when the loader ends. It says what it did on standard error. A loader that
+answers stops by itself long before; what it judges by, besides the floors, is `probes.policy`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -30,7 +31,6 @@ from umem.probes.memory import MemoryProbe, MemorySnapshot
 __all__ = ["Guard", "Short", "Warden", "main", "shortage"]
 
 _TICK_S = 0.05
-_END = b"end\n"
 _BEAT = b"\n"
 _LOCK_ALL = 1 | 2 | 4  # MCL_CURRENT, MCL_FUTURE, MCL_ONFAULT
 _OOM_SCORE = "/proc/self/oom_score_adj"
@@ -51,6 +51,7 @@ class Guard:
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._score: str | None = None
+        self._lock = threading.Lock()
 
     def __enter__(self) -> Self:
         if not hasattr(os, "pidfd_open"):
@@ -58,40 +59,32 @@ class Guard:
         root = str(Path(__file__).resolve().parent.parent)
         paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
         self._process = subprocess.Popen(  # noqa: S603 - umem itself
-            [sys.executable, "-m", "umem.guard", str(os.getpid())],
+            [sys.executable, "-P", "-m", "umem.guard", str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             start_new_session=True,  # what is typed at the terminal is for the loader
             env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
         )
-        os.set_blocking(self._pipe, False)
+        if self._process.stdin is not None:
+            os.set_blocking(self._process.stdin.fileno(), False)
         self._score = _changed_score(_DIE_FIRST)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        process = self._process
-        if process is None or process.stdin is None:
+        with self._lock:
+            process, self._process = self._process, None
+        if process is None:
             return
-        self._tell(_END)
-        process.stdin.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(5)
-        if process.returncode is None:
-            process.kill()
-            process.wait()
-        self._process = None
+        process.kill()  # there is nothing that it would have to finish
+        process.communicate()
         if self._score is not None:
             _changed_score(self._score)
 
     def arm(self, floors: Mapping[str, int]) -> None:
         """From now on memory is short below these floors, in bytes: of `system` and of `group`."""
         self._tell(json.dumps(floors).encode() + b"\n")
-
-    def disarm(self) -> None:
-        """Memory is never short from now on."""
-        self.arm({})
 
     def beat(self) -> None:
         """The loader lives."""
@@ -102,15 +95,10 @@ class Guard:
         """The guard's process number while it runs."""
         return self._process.pid if self._process is not None else None
 
-    @property
-    def _pipe(self) -> int:
-        if self._process is None or self._process.stdin is None:
-            return -1
-        return self._process.stdin.fileno()
-
     def _tell(self, line: bytes) -> None:
-        with contextlib.suppress(OSError):  # it has ended, or has yet to read what it was told
-            os.write(self._pipe, line)
+        with self._lock, contextlib.suppress(OSError):  # it has ended, or has yet to read what it was told
+            if self._process is not None and self._process.stdin is not None:
+                os.write(self._process.stdin.fileno(), line)
 
 
 def _changed_score(score: str) -> str | None:
@@ -203,7 +191,7 @@ def main() -> int:
 
 
 def _heard(handle: int, loader: int) -> Iterator[list[bytes]]:
-    """The lines that the loader sent since the last tick; ends when the load or the loader ends."""
+    """The lines that the loader sent since the last tick; ends when the loader does."""
     pending = b""
     while os.getppid() == loader:
         ready, _, _ = select.select([sys.stdin, handle], [], [], _TICK_S)
@@ -212,7 +200,7 @@ def _heard(handle: int, loader: int) -> Iterator[list[bytes]]:
         if sys.stdin in ready:
             data = os.read(sys.stdin.fileno(), 1 << 16)
             *lines, pending = (pending + data).split(b"\n")
-            if not data or _END.strip() in lines:
+            if not data:
                 return
             yield lines
             time.sleep(_TICK_S)

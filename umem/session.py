@@ -97,26 +97,36 @@ class LoadSession:
     ) -> None:
         if self._monitor is not None:
             self._monitor.__exit__(kind, error, trace)
-        if self._guard is not None:
-            self._guard.__exit__(kind, error, trace)
 
     def open(self, path_or_id: str | os.PathLike[str], *, revision: str | None = None) -> Checkpoint:
         """Open the checkpoint, and start to watch memory."""
         with self.stopwatch.phase("open"):
             checkpoint = open_checkpoint(path_or_id, revision=revision)
         self._watched = [shard.path for shard in checkpoint.shards if not shard.is_remote]
-        if self.config.guard:
-            self._guard = Guard().__enter__()
         self._monitor = Monitor(
             interval_s=self.config.sample_interval_s,
             cached_file_bytes=lambda: cached_bytes_of_files(self._watched),
             device_bytes=self._device_bytes,
             thresholds=self.config.thresholds,
-            sampled=self._guard.beat if self._guard is not None else lambda: None,
+            sampled=self._beat,
             take_census=self._census,
         )
         self._monitor.__enter__()
         return checkpoint
+
+    @contextlib.contextmanager
+    def _guarding(self) -> Iterator[None]:
+        """Have the load guarded, where that was asked for."""
+        if not self.config.guard:
+            yield
+            return
+        with Guard() as self._guard:
+            yield
+        self._guard = None
+
+    def _beat(self) -> None:
+        if (guard := self._guard) is not None:
+            guard.beat()
 
     def _device_bytes(self) -> int | None:
         """What torch holds for this process of a memory that the device shares with the processor."""
@@ -192,7 +202,7 @@ class LoadSession:
         self._plan = load_plan
         with self.stopwatch.phase("wait"):
             admission = Admission.of(load_plan, self._facts, self.config, waiting=self._waiting)
-        with admission:
+        with admission, self._guarding():
             self._budget = admission.machine.budget
             if load_plan.forecast.read_bytes:
                 self._readers = choose_readers(self.config.reader, load_plan.checkpoint.shards)
@@ -242,8 +252,6 @@ class LoadSession:
             _say_what_is_spoiled(overrun, outcome.touched & set(live or ()))
             raise overrun
         monitor.rest()
-        if self._guard is not None:
-            self._guard.disarm()
         self._outcome = outcome
         self._split_run_phase(outcome.seconds)
         return outcome.tensors

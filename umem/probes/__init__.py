@@ -7,8 +7,9 @@ from umem.probes.memory import MemoryProbe, MemorySnapshot, free_in_blocks_of, i
 from umem.probes.monitor import LoadStoppedError, LoadWatch, Monitor, Unwatched
 from umem.probes.overrun import Cause, overrun_error
 from umem.probes.platform import Platform, PlatformClass, classify, probe_platform
-from umem.probes.policy import Expectation, Level, Policy, Rule, Sample, Verdict, floors_within
+from umem.probes.policy import Expectation, Policy, floors_within
 from umem.probes.processes import biggest_processes, census, device_processes, process_name, processes_in_group
+from umem.probes.verdicts import Level, Rule, Sample, Verdict
 
 __all__ = [
     "Cause",

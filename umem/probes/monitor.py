@@ -16,8 +16,9 @@ from typing import Protocol, Self
 
 from umem.config import Thresholds
 from umem.probes.memory import MemoryProbe
-from umem.probes.policy import Expectation, Level, Policy, Sample, Verdict
+from umem.probes.policy import Expectation, Policy
 from umem.probes.processes import Census, census
+from umem.probes.verdicts import Level, Sample, Verdict
 
 __all__ = ["LoadStoppedError", "LoadWatch", "Monitor", "Sample", "Unwatched"]
 

@@ -9,7 +9,8 @@ from typing import NamedTuple
 from umem._types import format_bytes
 from umem.config import MIB
 from umem.errors import MemoryOverrunError, ProcessMemory
-from umem.probes.policy import Policy, Rule, Sample, Verdict
+from umem.probes.policy import Policy
+from umem.probes.verdicts import Rule, Sample, Verdict
 
 __all__ = ["Cause", "overrun_error"]
 

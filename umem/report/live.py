@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from umem._types import format_bytes
-from umem.probes.policy import Level, Sample, Verdict
+from umem.probes.verdicts import Level, Sample, Verdict
 
 if TYPE_CHECKING:
     from umem.strategies import Progress

@@ -10,7 +10,7 @@ from typing import Any
 
 from umem.planning.plan import LoadPlan
 from umem.probes.platform import Platform
-from umem.probes.policy import Sample, Verdict
+from umem.probes.verdicts import Sample, Verdict
 
 __all__ = ["PHASES", "REPORT_SCHEMA_VERSION", "LoadReport", "Peaks", "Stopwatch", "peaks_of"]
 

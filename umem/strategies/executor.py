@@ -27,7 +27,7 @@ from umem.planning.targets import DISK, Target
 from umem.planning.views import View
 from umem.planning.writes import Group, Route, Write
 from umem.probes.monitor import LoadStoppedError, LoadWatch, Unwatched
-from umem.probes.policy import Level, Sample, Verdict
+from umem.probes.verdicts import Level, Sample, Verdict
 from umem.strategies.base import Converter, GroupStrategy
 from umem.strategies.blocks import Block, blocks_of
 from umem.strategies.copiers import Copier, RingShape, open_copier, ring_shape
@@ -407,10 +407,11 @@ class _Run:
 
     def _obey(self) -> None:
         """Give back what can be spared where memory is short; end the load where it is over."""
-        if self.execution.watch.level is Level.HARD:
+        watch = self.execution.watch
+        if watch.level is Level.SOFT:
+            self._relief.give(lambda: watch.level is Level.HARD)
+        if watch.level is Level.HARD:
             raise LoadStoppedError
-        if self.execution.watch.level is Level.SOFT:
-            self._relief.give()
 
     def _discard(self) -> None:
         """Give back what final storage holds now: it can be freed only when the reads in flight have ended."""

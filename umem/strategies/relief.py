@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -14,6 +14,7 @@ from umem.checkpoint.pagecache import evict
 __all__ = ["Relief"]
 
 _EVERY_S = 1.0
+_PIECE_BYTES = 256 << 20  # some milliseconds' work
 
 
 class Relief:
@@ -29,24 +30,33 @@ class Relief:
         self._paths = tuple(paths)
         self._given_s = -_EVERY_S
 
-    def give(self) -> None:
-        """Collect young garbage, empty torch's cache of device memory, and evict the files' pages."""
+    def give(self, is_over: Callable[[], bool] = lambda: False) -> None:
+        """Collect young garbage, empty torch's cache of device memory, and evict the files' pages.
+
+        Parameters
+        ----------
+        is_over
+            Asked between pieces of the files: whether to leave the rest.
+        """
         if time.monotonic() - self._given_s < _EVERY_S:
             return
         gc.collect(1)  # a full one holds the interpreter for tenths of a second, in which the watch is blind
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
         for path in self._paths:
-            self._evict(path)
+            _evict(path, is_over)
         self._given_s = time.monotonic()
 
-    @staticmethod
-    def _evict(path: str) -> None:
-        try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError:
-            return
-        try:
-            evict(descriptor)
-        finally:
-            os.close(descriptor)
+
+def _evict(path: str, is_over: Callable[[], bool]) -> None:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return
+    try:
+        for start in range(0, os.fstat(descriptor).st_size, _PIECE_BYTES):
+            if is_over():
+                return
+            evict(descriptor, start, start + _PIECE_BYTES)
+    finally:
+        os.close(descriptor)

@@ -18,7 +18,7 @@ from umem.checkpoint.entries import Shard
 from umem.checkpoint.pagecache import DropBehind
 from umem.checkpoint.readers import CancellableHandle, Reader, ReadHandle
 from umem.probes.monitor import LoadWatch
-from umem.probes.policy import Level
+from umem.probes.verdicts import Level
 from umem.strategies.blocks import Block
 from umem.strategies.copiers import Copier
 from umem.strategies.delivery import Delivery

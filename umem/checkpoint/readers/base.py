@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import mmap
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 from umem.checkpoint.entries import Shard
@@ -27,7 +26,6 @@ __all__ = [
     "address_of",
     "cause_of",
     "ended_early",
-    "fault_in",
     "move_bytes",
     "open_shard",
     "read_failed",
@@ -41,12 +39,6 @@ REMOTE_THREADS = 16
 
 #: Below this, giving the lock back costs more than the copy.
 _LOCKED_BYTES = 16 * 1024
-
-#: From here on a call for the pages costs less than it saves.
-_FAULTED_BYTES = 64 * 1024
-_MADV_POPULATE_WRITE = 23
-
-_libc = ctypes.CDLL(None)
 
 
 class ReadHandle(Protocol):
@@ -135,18 +127,6 @@ def move_bytes(destination: memoryview, source: memoryview) -> None:
         destination[:] = source
     else:
         ctypes.memmove(address_of(destination), address_of(source), destination.nbytes)
-
-
-def fault_in(buffers: Iterable[memoryview]) -> None:
-    """Have the system find pages for the buffers at once, where they have none yet (Linux 5.14).
-
-    A copy into fresh memory stops at each of its pages; this takes a third off what a warm read costs.
-    """
-    for buffer in buffers:
-        if buffer.nbytes >= _FAULTED_BYTES:
-            start = address_of(buffer) // mmap.PAGESIZE * mmap.PAGESIZE
-            length = address_of(buffer) + buffer.nbytes - start
-            _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), _MADV_POPULATE_WRITE)
 
 
 def read_failed(path: str, offset: int, error: OSError) -> ReadError:
