@@ -32,27 +32,19 @@ from statistics import mean
 from typing import Any, NamedTuple
 
 import load_tables
-from end_state import MappedFiles, digest, tensors_of
+from end_state import MappedFiles
 from loaders import LOADERS, Loader, convert, files_of
-from measuring import (
-    CACHES,
-    CheckedRun,
-    Facts,
-    RunFailedError,
-    installed_version,
-    machine,
-    measured,
-    request_of_child,
-    run_checked,
-    run_fresh,
-    shards_of,
-    turned,
-)
 from raw_reads import CONFIGURATIONS, RawRead, prepared_raw
 from smallest_memory import smallest_memory
 
 from umem._types import format_bytes, parse_bytes
 from umem.checkpoint import open_checkpoint
+from umem.errors import RunFailedError
+from umem.measurement.digest import digest, tensors_of
+from umem.measurement.fresh import CheckedRun, Facts, run_checked, run_fresh, turned
+from umem.measurement.meter import measured, request_of_child
+from umem.measurement.page_cache import CACHES, shards_of
+from umem.measurement.provenance import installed_version, machine
 
 PACKAGES = ("torch", "transformers", "safetensors", "numpy")
 TRIAL_BYTES = 512 << 20
@@ -99,11 +91,11 @@ class Entrant(NamedTuple):
         """One run in a fresh process; `limits` are those of `run_fresh`."""
         if self.loader is None:
             read = {"raw": raw_facts(self.raw)}
-            return run_checked(__file__, read, files=shards_of(checkpoint), cache=cache)
+            return run_checked([__file__], read, files=shards_of(checkpoint), cache=cache)
         request = {"loader": self.name, "checkpoint": str(checkpoint), "digest": with_digest}
         files = files_of(self.loader, checkpoint, converted)
         environment = self.loader.environment
-        return run_checked(__file__, request, files=files, cache=cache, environment=environment, **limits)
+        return run_checked([__file__], request, files=files, cache=cache, environment=environment, **limits)
 
 
 def raw_facts(read: RawRead | None) -> dict[str, Any]:
@@ -205,7 +197,7 @@ def best_raw_reads(checkpoint: Path, cache: str, configurations: Sequence[RawRea
         for read in turned(configurations, number):
             request = {"raw": raw_facts(read), "most_bytes": TRIAL_BYTES}
             try:
-                facts, _ = run_checked(__file__, request, files=files, cache=cache)
+                facts, _ = run_checked([__file__], request, files=files, cache=cache)
             except RunFailedError as error:  # some file systems refuse O_DIRECT
                 say(f"plain read {read.label}: {error}")
                 continue
@@ -258,7 +250,7 @@ def write_converted(checkpoint: Path, destination: Path) -> None:
         return
     destination.parent.mkdir(parents=True, exist_ok=True)
     say(f"converting {checkpoint.name} to {destination}")
-    run_fresh(__file__, {"checkpoint": str(checkpoint), "convert_to": str(destination)})
+    run_fresh([__file__], {"checkpoint": str(checkpoint), "convert_to": str(destination)})
 
 
 def converted_of(checkpoint: Path, converted: Path | None) -> Path:

@@ -7,8 +7,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-import cgroups
 import pytest
+
+from umem.measurement import cgroups
 
 
 class MemoryGroup(cgroups.MemoryGroup):

@@ -35,6 +35,7 @@ __all__ = [
     "PlanError",
     "ReadError",
     "RemoteReadError",
+    "RunFailedError",
     "ShapeMismatch",
     "ShardPathError",
     "TensorExtentError",
@@ -339,3 +340,10 @@ class InsufficientMemoryError(UmemError, MemoryError):
         self.source = source
         self.largest = tuple(largest)
         super().__init__(message)
+
+
+# --- measurement -----------------------------------------------------------------------------------------------------
+
+
+class RunFailedError(UmemError, RuntimeError):
+    """A process that was to be measured did not give its figures; the message says why."""
