@@ -10,7 +10,7 @@ Peers that are not installed are left out. All of them, beside umem[transformers
     tensorizer==2.12.1 redis hiredis libnacl protobuf boto3 botocore jmespath s3transfer python-dateutil six urllib3
 
 For example
-  python scripts/sample_checkpoint.py dense --layers 33 --experts 0       # 4 GiB; --layers 10 --experts 128: MoE
+  python scripts/sample_checkpoint.py dense --kind dense --size 4GiB      # --kind moe --size 4GiB --experts 128: MoE
   python scripts/bench_load.py dense moe --save scripts/results/bench_4gib_2core_202611
   python scripts/bench_load.py dense --only umem,safetensors --caches cold --rounds 9
   python scripts/bench_load.py moe --smallest-memory --only umem,transformers
@@ -327,8 +327,8 @@ def check_checkpoints(parser: argparse.ArgumentParser, checkpoints: Sequence[Pat
         if not shards_of(path):
             parser.error(
                 f"{path}: there is no checkpoint of safetensors files. Write one of 4 GiB: python "
-                f"scripts/sample_checkpoint.py {path} --layers 33 --experts 0 (dense), or with --layers 10 --experts "
-                "128 (a mixture of experts)"
+                f"scripts/sample_checkpoint.py {path} --kind dense --size 4GiB, or with --kind moe (a mixture of "
+                "experts) or --kind fp8"
             )
     if len({path.name for path in checkpoints}) < len(checkpoints):
         parser.error("the checkpoints' directories must have different names")

@@ -351,7 +351,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from sample_checkpoint import write_sample
 
         checkpoint = ROOT / ".sample" / "qwen3-moe"
-        write_sample(checkpoint, layers=4, experts=64)
+        write_sample(checkpoint)
     result = {
         "machine": machine(PACKAGES) | found,
         "tests": tests,

@@ -184,7 +184,7 @@ def test_no_checkpoint_says_how_to_write_one(tmp_path: Path) -> None:
         [sys.executable, bench_load.__file__, str(tmp_path / "none")], capture_output=True, text=True, check=False
     )
     assert done.returncode == 2
-    assert f"scripts/sample_checkpoint.py {tmp_path / 'none'} --layers" in done.stderr
+    assert f"scripts/sample_checkpoint.py {tmp_path / 'none'} --kind" in done.stderr
 
 
 @pytest.mark.parametrize(("sweep", "count"), [("sizes", 4), ("shards", 2)])

@@ -37,7 +37,7 @@ print(json.dumps([int(Path(peak).read_text()) - base, report.plan.forecast.peak_
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A mixture-of-experts model of 350 MiB."""
     directory = tmp_path_factory.mktemp("moe")
-    write_sample(directory, layers=1, experts=32)
+    write_sample(directory, num_hidden_layers=1, num_experts=32)
     return directory
 
 

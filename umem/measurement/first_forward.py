@@ -78,7 +78,7 @@ def _measured_way(load: Any, wanted: LoadRequest, request: Mapping[str, Any], im
         loaded = load(wanted)
         return loaded, forward(loaded.model, "first forward")
 
-    (loaded, logits), facts = measured(way, request)
+    (loaded, logits), facts = measured(way, request, collects_first=False)
     forward(loaded.model, "second forward")
     spans = [("start", started_s, _ENTERED_S), ("import", _ENTERED_S, imported_s), *flattened(loaded.spans), *passes]
     seconds: dict[str, float] = {}

@@ -34,10 +34,22 @@ def request_of_child() -> dict[str, Any] | None:
     return request
 
 
-def measured(load: Callable[[], _Result], request: Mapping[str, Any]) -> tuple[_Result, dict[str, Any]]:
-    """The result of `load` and what it took, in bytes and seconds; `request` is what the parent sent."""
+def measured(
+    load: Callable[[], _Result], request: Mapping[str, Any], *, collects_first: bool = True
+) -> tuple[_Result, dict[str, Any]]:
+    """The result of `load` and what it took, in bytes and seconds.
+
+    Parameters
+    ----------
+    request
+        What the parent sent.
+    collects_first
+        Collect the garbage of before, so that this is not done in the load's time. That takes a while after large
+        imports, which counts where the process's whole life is measured.
+    """
     files = [Path(path) for path in request["files"]]
-    gc.collect()
+    if collects_first:
+        gc.collect()
     peak = PeakMemory(MemoryGroup(Path(request["group"][0]), request["group"][1]) if request["group"] else None)
     fraction, cached_before = cached_fraction(files), cached_bytes_of_files(map(str, files))
     usage_before, busy_before_s = resource.getrusage(resource.RUSAGE_SELF), machine_busy_s()

@@ -23,11 +23,14 @@ from umem.measurement.fresh import Facts, run_checked, run_fresh, turned
 from umem.measurement.page_cache import CACHES
 from umem.measurement.provenance import file_system_of, installed_version, machine
 from umem.measurement.sampling import ProcessWatch, series_of
+from umem.report.model import PHASES
 
 __all__ = ["TTFF_SCHEMA_VERSION", "Measurement", "measure", "row_of"]
 
 TTFF_SCHEMA_VERSION = 1
 
+#: In the order in which they begin; phases of umem's that are not here come with the load.
+_PHASES = ("start", "import", "probe", *PHASES, "load", "move", "first forward", "second forward")
 _PACKAGES = ("umem", "torch", "transformers", "accelerate", "safetensors")
 
 
@@ -184,7 +187,7 @@ class _Runs:
         size = sum(path.stat().st_size for path in self._files)
         keys = [(cache, name) for cache in wanted.caches for name in wanted.loaders if name not in self._left_out]
         of = {key: [run for run in self._runs if (run["cache"], run["loader"]) == key] for key in keys}
-        shown = {key: sorted(mine, key=lambda run: run["first_forward_s"])[len(mine) // 2] for key, mine in of.items()}
+        shown = {key: sorted(mine, key=lambda run: run["first_forward_s"])[(len(mine) - 1) // 2] for key, mine in of.items()}
         for run in self._runs:
             if run is not shown.get((run["cache"], run["loader"])):
                 del run["series"]
@@ -254,6 +257,10 @@ def _peaks(run: Mapping[str, Any]) -> dict[str, int | None]:
     }
 
 
+def _place_of_phase(name: str) -> int:
+    return _PHASES.index(name) if name in _PHASES else _PHASES.index("load")
+
+
 def row_of(runs: Sequence[Mapping[str, Any]], umem_runs: Sequence[Mapping[str, Any]], size: int) -> dict[str, Any]:
     """The medians of one loader's runs with one cache, and their ratios to umem's runs of the same rounds.
 
@@ -271,7 +278,7 @@ def row_of(runs: Sequence[Mapping[str, Any]], umem_runs: Sequence[Mapping[str, A
         return median(found) if found else None
 
     seconds = [run["first_forward_s"] for run in runs]
-    phases = dict.fromkeys(name for run in runs for name in run["phases_s"])
+    phases = sorted({name for run in runs for name in run["phases_s"]}, key=_place_of_phase)
     peak = median(run["peak_bytes"] for run in runs)
     left = [run["cached_after_bytes"] - run["cached_before_bytes"] for run in runs if run["cached_after_bytes"] is not None]
     return {
