@@ -49,6 +49,9 @@ from umem.measurement.provenance import installed_version, machine
 PACKAGES = ("torch", "transformers", "safetensors", "numpy")
 TRIAL_BYTES = 512 << 20
 _TRIALS, _KEPT = 2, 3
+
+#: By checkpoint, cache and entrant.
+Series = dict[tuple[str, str, str], dict[str, Any]]
 _EXPERT = re.compile(r"\.experts\.\d+\.")  # in the name of a tensor of one expert
 
 
@@ -115,7 +118,7 @@ def measure(
     """All rounds, as JSON values."""
     left_out: dict[str, str] = {}
     able = able_loaders(loaders, checkpoints, converted, left_out)
-    series: dict[tuple[str, str, str], dict[str, Any]] = {}
+    series: Series = {}
     entrants: dict[str, list[Entrant]] = {}
     for cache in caches:
         raw = best_raw_reads(max(checkpoints, key=size_of), cache, configurations)
@@ -123,15 +126,28 @@ def measure(
         plain = [Entrant(read.label + (" touched" if read.touched else ""), raw=read) for read in reads]
         entrants[cache] = [*(Entrant(loader.name, loader) for loader in able), *plain]
     for number in range(rounds):
-        for cache in turned(caches, number):
-            for checkpoint in turned(checkpoints, number):
-                for entrant in turned(entrants[cache], number):
-                    if f"{entrant.name} on {checkpoint.name}" not in left_out:
-                        key = (checkpoint.name, cache, entrant.name)
-                        mine = series.setdefault(key, new_series(key, entrant))
-                        run_of_round(mine, entrant, checkpoint, converted_of(checkpoint, converted), number, left_out)
+        play_round(number, checkpoints, entrants, series, left_out, converted=converted)
     result = header(checkpoints, able, rounds, left_out) | {"series": list(series.values())}
     return result | {"rows": load_tables.rows(result), "equal": load_tables.equal(result)}
+
+
+def play_round(
+    number: int,
+    checkpoints: Sequence[Path],
+    entrants: Mapping[str, Sequence[Entrant]],
+    series: Series,
+    left_out: dict[str, str],
+    *,
+    converted: Path | None = None,
+) -> None:
+    """One run more of each entrant, by cache, on each checkpoint; `series` and `left_out` take what comes of it."""
+    for cache in turned(list(entrants), number):
+        for checkpoint in turned(checkpoints, number):
+            for entrant in turned(entrants[cache], number):
+                if f"{entrant.name} on {checkpoint.name}" not in left_out:
+                    key = (checkpoint.name, cache, entrant.name)
+                    mine = series.setdefault(key, new_series(key, entrant))
+                    run_of_round(mine, entrant, checkpoint, converted_of(checkpoint, converted), number, left_out)
 
 
 def header(

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from umem.errors import UmemError
     from umem.planning import LoadPlan
     from umem.report import LoadReport
+    from umem.report.progress import tqdm_progress
 
 __all__ = [
     "LoadConfig",
@@ -27,6 +28,7 @@ __all__ = [
     "load_into",
     "plan",
     "probe",
+    "tqdm_progress",
 ]
 __version__ = "0.1.0"
 
@@ -41,6 +43,7 @@ _PLACES = {
     "load_into": "umem.api",
     "plan": "umem.api",
     "probe": "umem.api",
+    "tqdm_progress": "umem.report.progress",
 }
 
 

@@ -147,7 +147,7 @@ def probe(device: _Device = "auto", as_json: _Json = False) -> None:
 
 
 @app.command(
-    epilog="Examples:  [bold]umem ttff ./Qwen3-30B-A3B[/]   [bold]umem ttff ./model --baseline transformers --html ttff.html[/]"
+    epilog="Examples:  [bold]umem ttff ./model[/]   [bold]umem ttff ./model --baseline transformers --html ttff.html[/]"
 )
 def ttff(
     checkpoint: Annotated[str, typer.Argument(metavar="CHECKPOINT", help="A directory, or a hub id in the cache.")],

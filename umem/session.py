@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from umem._display import Displayed, display_as
 from umem.checkpoint import Checkpoint, open_checkpoint
 from umem.checkpoint.pagecache import CachePolicy, cached_bytes_of_files
 from umem.checkpoint.readers import ReaderChoice, choose_readers
@@ -45,7 +46,7 @@ _CACHE_POLICIES = {
 
 
 @dataclass(frozen=True, slots=True)
-class MachineSnapshot:
+class MachineSnapshot(Displayed):
     """The machine at one moment: its class, its memory, and what a load could take."""
 
     platform: Platform
@@ -240,3 +241,18 @@ def _say_what_is_spoiled(error: BaseException, spoiled: set[str]) -> None:
     error.add_note(f"The load was in place; these tensors no longer hold what they held: {shown}")
     if isinstance(error, UmemError):
         error.spoiled = tuple(names)
+
+
+def _machine_table(machine: MachineSnapshot) -> Any:
+    from umem.report.table import machine_table
+
+    return machine_table(machine.platform, machine.memory, machine.budget)
+
+
+def _machine_html(machine: MachineSnapshot) -> str:
+    from umem.report.notebook import notebook_html
+
+    return notebook_html(_machine_table(machine))
+
+
+display_as(MachineSnapshot, terminal=_machine_table, notebook=_machine_html)

@@ -1,4 +1,4 @@
-"""Measurement: loads in fresh processes, from page caches that are counted, to the first forward pass and beside others.
+"""Measurement: loads in fresh processes, from page caches that are counted, beside others.
 
 `fresh` starts and judges the processes, `meter` counts inside them, `sampling` watches them from outside. On these
 stands `ttff`, with the loaders that it compares in `baselines`; `table` and `page` show what it found. The scripts

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 __all__ = [
     "BASELINES",
     "MODEL_LOADERS",
-    "Loaded",
     "LoadRequest",
+    "Loaded",
     "ModelLoader",
     "check_installed",
     "import_model_code",

@@ -14,11 +14,14 @@ import json  # noqa: E402
 import sys  # noqa: E402
 from collections.abc import Mapping, Sequence  # noqa: E402
 from pathlib import Path  # noqa: E402
-from typing import Any  # noqa: E402
+from typing import TYPE_CHECKING, Any  # noqa: E402
 
 from umem.measurement.baselines import MODEL_LOADERS, Loaded, LoadRequest, Span  # noqa: E402
 from umem.measurement.digest import digest, tensors_of  # noqa: E402
 from umem.measurement.meter import measured, request_of_child  # noqa: E402
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["PROGRAM", "flattened", "main"]
 

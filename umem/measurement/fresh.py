@@ -1,7 +1,8 @@
 """One measured run: in a fresh process of a memory cgroup of its own, from a page cache counted to be cold or warm.
 
 The parent's side: it prepares the page cache, starts the process, and judges whether the run began as wanted. The
-process runs a program that takes `--child REQUEST` (JSON) and prints its figures as the last line; `meter` counts there.
+process runs a program that takes `--child REQUEST` (JSON) and prints its figures as the last line; in it counts
+`meter`.
 """
 
 from __future__ import annotations

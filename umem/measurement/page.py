@@ -27,13 +27,15 @@ _STYLE = """
   --import: #565e70; --load: #6d9bf1; --forward: #4cc38f } }
 body { background: var(--paper); color: var(--ink); font: 15px/1.5 system-ui, sans-serif; max-width: 960px;
   margin: 2rem auto; padding: 0 1.25rem }
-h1 { font-size: 1.6rem; margin: 0 } h2 { font-size: 1.15rem; margin: 2rem 0 .5rem } h3 { font-size: 1rem; margin: 1rem 0 0 }
+h1 { font-size: 1.6rem; margin: 0 } h2 { font-size: 1.15rem; margin: 2rem 0 .5rem }
+section { margin-top: 3.5rem } section > h2:first-child { font-size: 1.4rem } h3 { font-size: 1rem; margin: 1rem 0 0 }
 p { margin: .4rem 0 } .faint { color: var(--faint) } .wrong { color: var(--limit); font-weight: 600 }
 svg { display: block; width: 100%; height: auto; font: 13px system-ui, sans-serif } svg text { fill: var(--ink) }
 svg text.faint { fill: var(--faint) } .grid { stroke: var(--rule) } .strong { font-weight: 600 }
 .anonymous { fill: var(--anonymous) } .shared { fill: var(--shared) } .cache { fill: var(--cache) }
 .fall { stroke: var(--fall); stroke-width: 1.5; stroke-dasharray: 1 3; stroke-linecap: round; fill: none }
-.limit { stroke: var(--limit); stroke-width: 1.5; stroke-dasharray: 6 4; fill: none } svg text.limit-text { fill: var(--limit) }
+.limit { stroke: var(--limit); stroke-width: 1.5; stroke-dasharray: 6 4; fill: none }
+svg text.limit-text { fill: var(--limit) }
 .import { fill: var(--import) } .load { fill: var(--load) } .forward { fill: var(--forward) }
 .spread { stroke: var(--ink); stroke-width: 1.25 } .dot { fill: var(--paper); stroke: var(--ink) }
 .scroll { overflow-x: auto } table { border-collapse: collapse; font-variant-numeric: tabular-nums }
@@ -73,33 +75,43 @@ def section(result: _Result) -> str:
     parts = [
         f"<p>{escape(headline(result))}</p>",
         f'<p class="{"" if result["equal"] else "wrong"}">{escape(verdict(result))}</p>',
-        *(f'<p class="faint">Left out: {escape(f"{name}: {why}")}</p>' for name, why in result["left_out"].items()),
+        *(_note(f"Left out: {name}: {why}") for name, why in result["left_out"].items()),
         "<h2>From the start of the process to the first forward pass</h2>",
         _legend((("import", "start and imports"), ("load", "load"), ("forward", "first forward pass"))),
         _bars(result, caches),
-        f'<p class="faint">Bars are medians of {result["repeats"]} interleaved rounds, each run a fresh process; circles'
-        " are single runs, lines their range. Cold: the checkpoint's files are out of the page cache; warm: they are in"
-        " it; the libraries' files always are.</p>",
+        _note(
+            f"Bars are medians of {result['repeats']} interleaved rounds, each run a fresh process; circles are single"
+            " runs, lines their range. Cold: the checkpoint's files are out of the page cache; warm: they are in it;"
+            " the libraries' files always are."
+        ),
         "<h2>Ratios</h2>",
         _ratios(result),
         "<h2>Memory over time</h2>",
-        _legend((
-            ("anonymous", "anonymous memory of the process"),
-            ("shared", "shared memory"),
-            ("cache", "page cache of the checkpoint"),
-            ("fall", "fall of the system's MemAvailable"),
-            ("limit", "umem's forecast and budget"),
-        )),
+        _legend(
+            (
+                ("anonymous", "anonymous memory of the process"),
+                ("shared", "shared memory"),
+                ("cache", "page cache of the checkpoint"),
+                ("fall", "fall of the system's MemAvailable"),
+                ("limit", "umem's forecast and budget"),
+            )
+        ),
         *(_memory(result, cache) for cache in caches),
         "<h2>Phases, memory by kind, faults</h2>",
-        '<p class="faint">Sizes are growth from the beginning of the load to the first forward pass; mapped files that'
-        " are the checkpoint's are in its page cache too.</p>",
+        _note(
+            "Sizes are growth from the beginning of the load to the first forward pass; mapped files that are the"
+            " checkpoint's are in its page cache too."
+        ),
         *(_details(result, cache) for cache in caches),
         "<h2>Measured on</h2>",
-        f'<p class="faint">{escape(origin(result))}</p>',
+        _note(origin(result)),
         *(f'<p class="faint">{escape(name)}: {_code(loader["how"])}</p>' for name, loader in result["loaders"].items()),
     ]
     return "\n".join(parts)
+
+
+def _note(text: str) -> str:
+    return f'<p class="faint">{escape(text)}</p>'
 
 
 def _code(text: str) -> str:
@@ -109,9 +121,7 @@ def _code(text: str) -> str:
 
 def _legend(entries: Iterable[tuple[str, str]]) -> str:
     drawn = {"fall": '<path class="fall" d="M1 6H13"/>', "limit": '<path class="limit" d="M0 6H14"/>'}
-    marks = (
-        (drawn.get(name, f'<rect class="{name}" width="12" height="12"/>'), text) for name, text in entries
-    )
+    marks = ((drawn.get(name, f'<rect class="{name}" width="12" height="12"/>'), text) for name, text in entries)
     return (
         '<div class="legend">'
         + "".join(f'<span><svg viewBox="0 0 14 12">{mark}</svg>{escape(text)}</span>' for mark, text in marks)
@@ -138,16 +148,14 @@ def _bars(result: _Result, caches: Sequence[str]) -> str:
             ]
             parts += _bar(plot, row, seconds, top)
             top += _ROW
-    label = f'role="img" aria-label="seconds to the first forward pass"'
+    label = 'role="img" aria-label="seconds to the first forward pass"'
     return f'<svg viewBox="0 0 {_WIDTH} {top + 4:.0f}" {label}>{"".join(parts)}</svg>'
 
 
 def _bar(plot: Plot, row: Mapping[str, Any], seconds: Sequence[float], top: float) -> list[str]:
     middle = top + _BAR / 2
-    parts = [
-        f'<text text-anchor="end" x="{plot.left - 10}" y="{middle + 4:.1f}">{escape(row["loader"])}'
-        f' <tspan class="faint" fill-opacity=".7">{row["cache"]}</tspan></text>'
-    ]
+    name = f'{escape(row["loader"])} <tspan fill-opacity=".6">{row["cache"]}</tspan>'
+    parts = [f'<text text-anchor="end" x="{plot.left - 10}" y="{middle + 4:.1f}">{name}</text>']
     phases = row["phases_s"]
     known = phases.get("start", 0) + phases.get("import", 0)
     forward = phases.get("first forward", 0)
@@ -169,7 +177,7 @@ def _bar(plot: Plot, row: Mapping[str, Any], seconds: Sequence[float], top: floa
 
 
 def _ratios(result: _Result) -> str:
-    head = ("cache", "loader", "s", "to umem", "load s", "to umem", "peak", "to umem", "peak/size")
+    head = ("cache", "loader", "s", "to umem", "load s", "to umem", "peak", "to umem", "peak/model")
     rows = [
         (
             row["cache"],
@@ -180,7 +188,7 @@ def _ratios(result: _Result) -> str:
             _ratio(row["load_to_umem"]),
             format_bytes(row["peak_bytes"]),
             _ratio(row["peak_to_umem"]),
-            f"{row['peak_to_size']:.2f}",
+            f"{row['peak_to_model']:.2f}",
         )
         for row in result["rows"]
     ]
@@ -269,7 +277,7 @@ def _fall(run: _Run) -> list[float]:
 
 
 def _limits(run: _Run) -> list[tuple[str, float, float, str]]:
-    """umem's forecast and budget: name, height, start in seconds, words. They are on top of what was in use before."""
+    """Forecast and budget of umem: name, height, start in seconds, words. They are on top of what was in use before."""
     if "report" not in run:
         return []
     start_s = next(start for name, start, _ in run["spans"] if name not in ("start", "import"))

@@ -1,4 +1,4 @@
-"""The page cache of a checkpoint's files, brought into a wanted state before a run, and counted. Works on local files."""
+"""The page cache of a checkpoint's files, brought into a wanted state before a run, and counted."""
 
 from __future__ import annotations
 

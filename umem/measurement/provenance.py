@@ -33,7 +33,7 @@ def machine(packages: Sequence[str]) -> dict[str, Any]:
 
 
 def _commit() -> str | None:
-    """umem's commit if it runs from a checkout of its own."""
+    """The commit of umem if it runs from a checkout of its own."""
     if not (_ROOT / ".git").exists():
         return None
     try:

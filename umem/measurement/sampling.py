@@ -96,7 +96,7 @@ class ProcessWatch:
                 return
 
     def sample(self) -> ProcessSample | None:
-        """This moment; None when the process has ended."""
+        """Memory now; None when the process has ended."""
         try:
             status = dict(_sizes((self._directory / "status").read_text()))
             fields = (self._directory / "stat").read_text().rpartition(")")[2].split()

@@ -1,4 +1,4 @@
-"""A measured time to first forward as a table for a terminal of 80 columns, and the rows and words that a page shares."""
+"""A measured time to first forward as a table for 80 columns, and the rows and words that a page shares."""
 
 from __future__ import annotations
 
@@ -63,8 +63,7 @@ def detail_rows(result: _Result, cache: str) -> tuple[list[str], list[list[str]]
     if any(row["device_peak_bytes"] for row in rows):
         found.append(["device", *(format_bytes(row["device_peak_bytes"]) for row in rows)])
     found.append(["left in page cache", *(format_bytes(row["cache_left_bytes"]) for row in rows)])
-    for name in ("minor_faults", "major_faults"):
-        found.append([name.replace("_", " "), *(f"{row[name]:.0f}" for row in rows)])
+    found += [[f"{kind} faults", *(f"{row[f'{kind}_faults']:.0f}" for row in rows)] for kind in ("minor", "major")]
     if any(row["peaks"]["pressure_us"] for row in rows):
         stalls = [row["peaks"]["pressure_us"] for row in rows]
         found.append(["stood still s", *("?" if value is None else f"{value / 1e6:.2f}" for value in stalls)])
@@ -89,7 +88,7 @@ def ttff_table(result: _Result) -> RenderableType:
 
 
 def _summary(result: _Result) -> Table:
-    table = _plain_table("cache", "loader", "s", "(range)", "ratio", "load s", "ratio", "peak", "/size", texts=2)
+    table = _plain_table("cache", "loader", "s", "(range)", "ratio", "load s", "ratio", "peak", "/model", texts=2)
     for row in result["rows"]:
         table.add_row(
             row["cache"],
@@ -100,7 +99,7 @@ def _summary(result: _Result) -> Table:
             f"{row['load_s']:.2f}",
             _ratio(row["load_to_umem"]),
             format_bytes(row["peak_bytes"]),
-            f"{row['peak_to_size']:.2f}",
+            f"{row['peak_to_model']:.2f}",
         )
     return table
 

@@ -117,9 +117,7 @@ def _located(path_or_id: str) -> tuple[Path, list[Path]]:
 class _Runs:
     """The runs so far, and what failed."""
 
-    def __init__(
-        self, wanted: Measurement, directory: Path, files: Sequence[Path], say: Callable[[str], None]
-    ) -> None:
+    def __init__(self, wanted: Measurement, directory: Path, files: Sequence[Path], say: Callable[[str], None]) -> None:
         self._wanted, self._directory, self._files, self._say = wanted, directory, files, say
         self._left_out: dict[str, str] = {}
         self._rejected = 0
@@ -184,10 +182,13 @@ class _Runs:
     def result(self) -> dict[str, Any]:
         """Everything as JSON values."""
         wanted, first = self._wanted, next(run for run in self._runs if run["loader"] == "umem")
-        size = sum(path.stat().st_size for path in self._files)
+        stored = {"bytes": sum(path.stat().st_size for path in self._files), "shards": len(self._files)}
+        model_bytes = first["report"]["plan"]["forecast"]["final_bytes"]
         keys = [(cache, name) for cache in wanted.caches for name in wanted.loaders if name not in self._left_out]
         of = {key: [run for run in self._runs if (run["cache"], run["loader"]) == key] for key in keys}
-        shown = {key: sorted(mine, key=lambda run: run["first_forward_s"])[(len(mine) - 1) // 2] for key, mine in of.items()}
+        shown = {
+            key: sorted(mine, key=lambda run: run["first_forward_s"])[(len(mine) - 1) // 2] for key, mine in of.items()
+        }
         for run in self._runs:
             if run is not shown.get((run["cache"], run["loader"])):
                 del run["series"]
@@ -195,7 +196,7 @@ class _Runs:
             "schema": "umem.ttff",
             "version": TTFF_SCHEMA_VERSION,
             "machine": machine(_PACKAGES),
-            "model": _model_facts(self._directory, first) | {"bytes": size, "shards": len(self._files)},
+            "model": _model_facts(self._directory, first) | {"final_bytes": model_bytes, **stored},
             "layout": first["report"]["plan"]["routes"],
             "backend": self._place["backend"],
             "topology": self._place["platform"] | {"numa_nodes": _numa_nodes()},
@@ -206,7 +207,7 @@ class _Runs:
             "left_out": self._left_out,
             "rejected": self._rejected,
             "equal": _is_equal(self._runs),
-            "rows": [row_of(mine, of.get((key[0], "umem"), []), size) for key, mine in of.items()],
+            "rows": [row_of(mine, of.get((key[0], "umem"), []), model_bytes) for key, mine in of.items()],
             "runs": self._runs,
         }
 
@@ -261,10 +262,12 @@ def _place_of_phase(name: str) -> int:
     return _PHASES.index(name) if name in _PHASES else _PHASES.index("load")
 
 
-def row_of(runs: Sequence[Mapping[str, Any]], umem_runs: Sequence[Mapping[str, Any]], size: int) -> dict[str, Any]:
+def row_of(
+    runs: Sequence[Mapping[str, Any]], umem_runs: Sequence[Mapping[str, Any]], model_bytes: int
+) -> dict[str, Any]:
     """The medians of one loader's runs with one cache, and their ratios to umem's runs of the same rounds.
 
-    Times and peaks over umem's: above 1 where umem is faster or takes less.
+    Times and peaks over umem's: above 1 where umem is faster or takes less. `model_bytes`: what the model takes.
     """
     own = {run["round"]: run for run in umem_runs}
 
@@ -280,7 +283,9 @@ def row_of(runs: Sequence[Mapping[str, Any]], umem_runs: Sequence[Mapping[str, A
     seconds = [run["first_forward_s"] for run in runs]
     phases = sorted({name for run in runs for name in run["phases_s"]}, key=_place_of_phase)
     peak = median(run["peak_bytes"] for run in runs)
-    left = [run["cached_after_bytes"] - run["cached_before_bytes"] for run in runs if run["cached_after_bytes"] is not None]
+    left = [
+        run["cached_after_bytes"] - run["cached_before_bytes"] for run in runs if run["cached_after_bytes"] is not None
+    ]
     return {
         "cache": runs[0]["cache"],
         "loader": runs[0]["loader"],
@@ -294,7 +299,7 @@ def row_of(runs: Sequence[Mapping[str, Any]], umem_runs: Sequence[Mapping[str, A
         "load_to_umem": ratio("load_s"),
         "peak_to_umem": ratio("peak_bytes"),
         "peak_bytes": peak,
-        "peak_to_size": peak / size,
+        "peak_to_model": peak / model_bytes,
         "cache_left_bytes": median(left) if left else None,
         "peaks": {name: middle(name, "peaks") for name in runs[0]["peaks"]},
         "minor_faults": middle("minor_faults"),

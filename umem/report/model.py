@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from umem._display import Displayed
 from umem.planning.plan import LoadPlan
 from umem.probes.memory import MemorySnapshot
 from umem.probes.monitor import Sample
@@ -109,7 +110,7 @@ def _growth(values: Sequence[int | None]) -> int | None:
 
 
 @dataclass(frozen=True, slots=True)
-class LoadReport:
+class LoadReport(Displayed):
     """What a load did.
 
     Attributes
