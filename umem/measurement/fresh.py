@@ -152,8 +152,7 @@ def _started(
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             yield process
         finally:
-            with contextlib.suppress(ProcessLookupError):
+            with process, contextlib.suppress(ProcessLookupError):  # closes its pipes, and waits for it
                 os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)

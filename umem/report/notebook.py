@@ -21,7 +21,7 @@ def notebook_html(table: RenderableType, *pictures: str) -> str:
     """
     images = (
         f'<img alt="" style="display: block; max-width: 860px; width: 100%" src="data:image/svg+xml;base64,'
-        f'{base64.b64encode(picture.encode()).decode()}">'
+        f'{base64.b64encode(picture.encode()).decode()}"/>'
         for picture in pictures
     )
     text = "".join(_spans(table)).rstrip("\n")
