@@ -8,8 +8,8 @@
 | kept | the same file, kept in FP8 |
 
 The first three go from the start of a process to the first forward pass, which gives equal logits (`umem ttff`). So
-does the last on a GPU that can; on a processor transformers does not keep FP8, so there the loads of the stored tensors are
-compared, by `bench_load.py`. Writes evidence_MACHINE_YYYYMM.{md,json,html}, from which `readme_figures.py` takes the
+does the last on a GPU that can; on a processor transformers does not keep FP8, so there the loads of the stored tensors
+are compared, by `bench_load.py`. Writes evidence_MACHINE_YYYYMM.{md,json,html}, from which `readme_figures.py` takes the
 figures of README.
 
 For example
@@ -37,7 +37,7 @@ from sample_checkpoint import QUANTIZATION, layers_of_size, write_sample
 
 from umem._types import format_bytes, parse_bytes
 from umem.errors import RunFailedError, UmemError
-from umem.measurement.page import page_of, section
+from umem.measurement.page import html_table, page_of, section
 from umem.measurement.page_cache import CACHES
 from umem.measurement.table import headline, origin, verdict
 from umem.measurement.ttff import Measurement, measure
@@ -207,11 +207,9 @@ def html(evidence: Mapping[str, Any]) -> str:
 
 
 def _stored_table(found: Mapping[str, Any]) -> str:
-    lines = rows({"cases": [found]})
     shown = [column for column in COLUMNS if column[0] not in ("case", "first forward s", "to umem")]
-    head = "".join(f"<th>{escape(title)}</th>" for title, _ in shown)
-    body = "".join("<tr>" + "".join(f"<td>{escape(cell(row))}</td>" for _, cell in shown) + "</tr>" for row in lines)
-    return f'<div class="scroll"><table><tr>{head}</tr>{body}</table></div>'
+    lines = ([cell(row) for _, cell in shown] for row in rows({"cases": [found]}))
+    return html_table([title for title, _ in shown], lines, texts=2)
 
 
 def file_name(evidence: Mapping[str, Any], machine: str | None) -> str:

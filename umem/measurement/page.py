@@ -13,7 +13,7 @@ from umem._types import format_bytes
 from umem.measurement.table import detail_rows, headline, origin, verdict
 from umem.report.svg import Plot, area, byte_grid, line
 
-__all__ = ["page_of", "ttff_page"]
+__all__ = ["html_table", "page_of", "section", "ttff_page"]
 
 _Result = Mapping[str, Any]
 _Run = Mapping[str, Any]
@@ -193,7 +193,7 @@ def _ratios(result: _Result) -> str:
         for row in result["rows"]
     ]
     sources = " / ".join(sorted({run["peak_source"] for run in result["runs"]}))
-    return _table(head, rows, texts=2) + (
+    return html_table(head, rows, texts=2) + (
         '<p class="faint">To umem: medians of the ratios within rounds, above 1 where umem is faster or takes less.'
         f" Peak: from the beginning of the load to the first forward pass, by {escape(sources)}; what was cached before"
         " is not charged.</p>"
@@ -202,10 +202,12 @@ def _ratios(result: _Result) -> str:
 
 def _details(result: _Result, cache: str) -> str:
     loaders, rows = detail_rows(result, cache)
-    return _table([cache, *loaders], rows, texts=1)
+    return html_table([cache, *loaders], rows, texts=1)
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]], *, texts: int) -> str:
+def html_table(head: Sequence[str], rows: Iterable[Sequence[str]], *, texts: int) -> str:
+    """A table of text, whose first columns stand left, the others, numbers, right."""
+
     def cells(tag: str, row: Sequence[str]) -> str:
         kinds = (' class="text"' if number < texts else "" for number in range(len(row)))
         return "".join(f"<{tag}{kind}>{escape(text)}</{tag}>" for kind, text in zip(kinds, row, strict=True))
