@@ -9,8 +9,8 @@
 
 The first three go from the start of a process to the first forward pass, which gives equal logits (`umem ttff`). So
 does the last on a GPU that can; on a processor transformers does not keep FP8, so there the loads of the stored
-tensors are compared, by `bench_load.py`. Writes evidence_MACHINE_YYYYMM.{md,json,html}; `readme_figures.py` takes them to
-README.
+tensors are compared, by `bench_load.py`. Writes evidence_MACHINE_YYYYMM.{md,json,html}, from which
+`readme_figures.py` takes the figures of README.
 
 For example
   python scripts/evidence.py --size 1GiB

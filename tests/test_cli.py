@@ -18,7 +18,9 @@ import torch
 pytest.importorskip("transformers")
 
 from tests.adapters.hosts.models import save_family
-from tests.writers import random_tensor, write_safetensors
+from tests.writers import random_tensor, write_safetensors, write_sparse
+
+PLATFORMS = Path(__file__).parent / "platforms"
 
 
 def umem(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -59,12 +61,71 @@ def test_plan_of_a_file_without_a_model(tmp_path: Path) -> None:
     assert "stored as it is used" in done.stdout
 
 
+def test_what_does_not_fit_goes_to_disk(model: Path, tmp_path: Path) -> None:
+    window = 16 << 20
+    split = ("--offload", "disk", "--window", str(window), "--memory-budget", str(window + 50_000))
+    done = umem("plan", model, *split)
+    assert done.returncode == 0, done.stderr
+    for words in ("model on disk", "to write", "kept"):
+        assert words in done.stdout
+    facts = json.loads(umem("plan", model, *split, "--json").stdout)
+    assert facts["budget"]["fits"]
+    assert facts["forecast"]["final_bytes_by_device"].keys() == {"cpu", "disk"}
+    refused = umem("load", model, *split)
+    assert refused.returncode == 1
+    assert "offload_folder" in refused.stderr
+    done = umem("load", model, *split, "--offload-folder", tmp_path / "off", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["plan"]["forecast"] == facts["forecast"]
+    assert not (tmp_path / "off").exists()
+
+
+def test_a_machine_that_is_saved_and_planned_for(model: Path, tmp_path: Path) -> None:
+    saved = tmp_path / "here.json"
+    done = umem("probe", "--device", "cpu", "--save", saved, COLUMNS="80")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert max(len(line) for line in done.stdout.splitlines()) <= 80
+    done = umem("plan", model, "--platform", saved)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "it fits" in done.stdout
+
+
+@pytest.mark.parametrize("name", ["spark_fresh", "apple", "h100"])
+def test_a_plan_for_another_machine(model: Path, name: str) -> None:
+    done = umem("plan", model, "--platform", PLATFORMS / f"{name}.json", "--json")
+    assert (done.returncode, done.stderr) == (0, "")
+    facts, expected = json.loads(done.stdout), json.loads((PLATFORMS / "expected.json").read_text())[name]
+    assert facts["platform"]["kind"] == expected["kind"]
+    assert list(facts["forecast"]["final_bytes_by_device"]) == [expected["device"]]
+    assert facts["budget"] == {
+        "available_bytes": expected["available_bytes"],
+        "source": facts["budget"]["source"],
+        "fits": True,
+    }
+    assert facts["reading"] == {"reader": expected["reader"], "page_cache": expected["page_cache"]}
+
+
+def test_a_plan_that_does_not_fit_another_machine(tmp_path: Path) -> None:
+    path = write_sparse(tmp_path / "large.safetensors", 60 << 30)
+    done = umem("plan", path, "--platform", PLATFORMS / "spark_cotenant.json")
+    assert done.returncode == 1
+    assert "it does not fit" in done.stdout
+    for words in ("MemAvailable less", "Nothing was read", "load it as bfloat16"):
+        assert words in done.stderr
+
+
 def test_refusals_are_one_message_on_standard_error(model: Path, tmp_path: Path) -> None:
     cases: list[tuple[list[str | Path], int, str]] = [
         (["load", tmp_path / "none"], 1, "no such file or directory"),
         (["load", tmp_path], 1, "no weights"),
         (["plan", model, "--memory-budget", "1MiB"], 1, "Nothing was read"),
         (["load", model, "--window", "3 parsecs"], 1, "no size in bytes"),
+        (["load", model, "--wait-for-memory", "a while"], 1, "is no time"),
+        (["plan", model, "--platform", tmp_path / "none.json"], 1, "No such file"),
+        (["plan", model, "--platform", model / "config.json"], 1, "not a snapshot"),
+        (["plan", model, "--platform", PLATFORMS / "h100.json", "--device", "cpu"], 2, "has a device already"),
+        (["plan", model, "--device", "cuda:77"], 1, "torch cannot use cuda:77"),
+        (["probe", "--save", tmp_path / "none" / "x.json"], 2, "No such file"),
         (["load", model, "--dtype", "int3"], 1, "int3"),
         (["load"], 2, "Missing argument"),
         (["load", model, "--widow", "1GiB"], 2, "--window"),
@@ -77,7 +138,7 @@ def test_refusals_are_one_message_on_standard_error(model: Path, tmp_path: Path)
 
 
 def test_settings_of_the_environment(model: Path) -> None:
-    assert umem("load", model, UMEM_WINDOW="32MiB").returncode == 0
+    assert umem("load", model, UMEM_WINDOW="32MiB", UMEM_WAIT_FOR_MEMORY="1s").returncode == 0
     for variable, value, message in (("UMEM_WINDOW", "much", "UMEM_WINDOW"), ("UMEM_WINDOWS", "1GiB", "UMEM_WINDOWS")):
         done = umem("load", model, **{variable: value})
         assert done.returncode == 1

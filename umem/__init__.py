@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from umem.api import load, load_adapter, load_into, plan, probe
     from umem.config import LoadConfig
     from umem.errors import UmemError
+    from umem.machine import MachineSnapshot
     from umem.planning import LoadPlan
     from umem.report import LoadReport
     from umem.report.progress import tqdm_progress
@@ -21,6 +22,7 @@ __all__ = [
     "LoadConfig",
     "LoadPlan",
     "LoadReport",
+    "MachineSnapshot",
     "Rule",
     "UmemError",
     "load",
@@ -36,6 +38,7 @@ _PLACES = {
     "LoadConfig": "umem.config",
     "LoadPlan": "umem.planning",
     "LoadReport": "umem.report",
+    "MachineSnapshot": "umem.machine",
     "Rule": "umem.adapters.rules",
     "UmemError": "umem.errors",
     "load": "umem.api",

@@ -1,4 +1,4 @@
-"""The stored data types, and byte sizes as people write them.
+"""The stored data types, and sizes and times as people write them.
 
 `DType` is umem's own table, because storage and planning work without torch. It covers every dtype of the safetensors
 format (0.8) and complex128, which torch files can hold. Numerics (rounding, ranges) are not here.
@@ -11,7 +11,7 @@ from enum import Enum
 
 from umem.errors import ConfigError
 
-__all__ = ["DType", "format_bytes", "parse_bytes"]
+__all__ = ["DType", "format_bytes", "parse_bytes", "parse_seconds"]
 
 
 class DType(Enum):
@@ -82,6 +82,8 @@ _BY_TORCH_NAME = {dtype.torch_name: dtype for dtype in DType if dtype.torch_name
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?B)?\s*$", re.IGNORECASE)
+_SECONDS = {"": 1, "ms": 0.001, "s": 1, "m": 60, "min": 60, "h": 3600}
+_TIME = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*(ms|s|min|m|h)?\s*$", re.IGNORECASE)
 
 
 def format_bytes(count: float | None) -> str:
@@ -104,3 +106,13 @@ def parse_bytes(text: str | int) -> int:
     if match is None:
         raise ConfigError(f"{text!r} is no size in bytes; write it like 20GiB, 512MiB or 1073741824")
     return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def parse_seconds(text: str | float) -> float:
+    """Seconds from `60s`, `2min`, `1.5h` or a plain number of seconds; `ConfigError` if it is none."""
+    if isinstance(text, int | float):
+        return float(text)
+    match = _TIME.match(text)
+    if match is None:
+        raise ConfigError(f"{text!r} is no time; write it like 60s, 5min or 90")
+    return float(match[1]) * _SECONDS[(match[2] or "").lower()]

@@ -13,6 +13,7 @@ from umem.checkpoint.stores import store_of
 from umem.checkpoint.urls import plain_path
 from umem.config import LoadConfig
 from umem.errors import ConfigError, KeyMismatchError
+from umem.machine import MachineSnapshot
 from umem.planning import Adaptation, LoadPlan, Target, Targets, make_plan, targets_of_module
 from umem.planning.keys import without
 from umem.report.model import LoadReport
@@ -75,9 +76,15 @@ def load(
     host_settings
         Handed to the framework: `model_class`, `attn_implementation`, `revision`, `key_mapping`, ...
 
+        For a model that does not fit the device there are with transformers: `offload="cpu"`, which puts the rest into
+        the processor's memory where that is another one, or `"disk"`, which puts what is then left on disk;
+        `offload_folder`, where weights on disk are written that are not stored as they are used (in a folder of their
+        own there, which goes with the model); `device_map`, modules to devices (also `cpu` and `disk`), instead of
+        a plan of umem's. The forward pass is then that of accelerate's hooks, and its results are the same.
+
     Raises
     ------
-    CheckpointError, KeyMismatchError, InsufficientMemoryError
+    CheckpointError, KeyMismatchError, InsufficientMemoryError, InsufficientSpaceError
         Before a tensor byte is read.
     ReadError
         A read failed on the way; everything is freed.
@@ -103,15 +110,23 @@ def plan(
     allow_missing: Sequence[str] = (),
     allow_unexpected: Sequence[str] = (),
     config: LoadConfig | None = None,
+    machine: MachineSnapshot | None = None,
     host: str = "transformers",
     **host_settings: Any,
 ) -> LoadPlan:
     """What `load` would do, without reading a tensor byte or allocating the model. Arguments as for `load`.
 
     A checkpoint without a `config.json` is planned as it is stored: every tensor is a target of its own.
+
+    Parameters
+    ----------
+    machine
+        Plan for this machine's device instead of one that is here: `umem.MachineSnapshot.load("spark.json")`. Whether
+        the plan fits it says `umem.planning.check_budget(plan, machine.budget)`. A quantized checkpoint whose code asks
+        for hardware still asks the machine that plans.
     """
     _check_dtype(dtype)
-    with LoadSession(device=str(device), config=config) as session:
+    with LoadSession(device=str(device), config=config, machine=machine) as session:
         if _has_model_config(path_or_id):
             planned: LoadPlan = _host(host).plan_model(
                 session,

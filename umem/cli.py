@@ -7,6 +7,7 @@ progress only on a terminal. Exit status: 0 done, 1 refused or failed, 2 used wr
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, Self
 
 import typer
 
-from umem._types import format_bytes, parse_bytes
+from umem._types import format_bytes, parse_bytes, parse_seconds
 from umem.config import LoadConfig, config_from_environment
 from umem.errors import ConfigError, RunFailedError, UmemError
 from umem.measurement.page_cache import CACHES
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["app", "main"]
 
 _INTERRUPTED = 130
+_SAY_EVERY_S = 5.0
 
 app = typer.Typer(
     name="umem",
@@ -44,11 +46,14 @@ _Checkpoint = Annotated[
 _Device = Annotated[str, typer.Option(help="Where the model goes: auto, cpu, cuda, cuda:1, mps.")]
 _DType = Annotated[str, typer.Option(help="auto (what the config says), bfloat16, float16, float32.")]
 _Window = Annotated[str | None, typer.Option(help="Cap on all memory besides the model, like 64MiB.")]
-_MemoryBudget = Annotated[str | None, typer.Option(help="What model and window may take together, like 20GiB.")]
+_MemoryBudget = Annotated[str | None, typer.Option(help="What a load may take where the model goes, like 20GiB.")]
+_Wait = Annotated[str | None, typer.Option(help="Wait up to so long, like 60s, for memory to become free.")]
 _Reader = Annotated[str | None, typer.Option(help="How files are read: auto, odirect, dontcache, buffered, mapped.")]
 _Residency = Annotated[str | None, typer.Option(help="owned, or mapped: the model is the files' own pages (cpu).")]
 _Missing = Annotated[list[str] | None, typer.Option(help="Pattern of parameters that may be absent, like 'score.*'.")]
 _Unexpected = Annotated[list[str] | None, typer.Option(help="Pattern of stored tensors that may be left out.")]
+_Offload = Annotated[str | None, typer.Option(help="Where what does not fit the device goes: cpu, disk.")]
+_OffloadFolder = Annotated[Path | None, typer.Option(help="Where weights on disk are written, if they must be.")]
 _Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")]
 _Remote = Annotated[bool, typer.Option("--trust-remote-code", help="Run model code that comes with the checkpoint.")]
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -63,8 +68,11 @@ def load(
     dtype: _DType = "auto",
     window: _Window = None,
     memory_budget: _MemoryBudget = None,
+    wait_for_memory: _Wait = None,
     reader: _Reader = None,
     residency: _Residency = None,
+    offload: _Offload = None,
+    offload_folder: _OffloadFolder = None,
     allow_missing: _Missing = None,
     allow_unexpected: _Unexpected = None,
     revision: _Revision = None,
@@ -84,25 +92,30 @@ def load(
             dtype=dtype,
             allow_missing=allow_missing or (),
             allow_unexpected=allow_unexpected or (),
-            config=_config(window, memory_budget, reader, residency),
+            config=_config(window, memory_budget, reader, residency, wait_for_memory),
             progress=bar.update,
             return_report=True,
-            **_host_settings(revision, trust_remote_code),
+            **_host_settings(revision, trust_remote_code, offload, offload_folder),
         )
     if chart is not None:
         chart.write_text(memory_chart(report))
     _show(report.to_json, lambda: report_table(report), as_json)
 
 
-@app.command(epilog="Examples:  [bold]umem plan ./Qwen3-30B-A3B[/]   [bold]umem plan org/name --memory-budget 20GiB[/]")
+@app.command(epilog="Examples:  [bold]umem plan ./Qwen3-30B-A3B[/]   [bold]umem plan org/name --platform spark.json[/]")
 def plan(
     checkpoint: _Checkpoint,
     device: _Device = "auto",
     dtype: _DType = "auto",
     window: _Window = None,
     memory_budget: _MemoryBudget = None,
+    platform: Annotated[
+        Path | None, typer.Option(help="Plan for the machine in this file, saved there by umem probe --save.")
+    ] = None,
     reader: _Reader = None,
     residency: _Residency = None,
+    offload: _Offload = None,
+    offload_folder: _OffloadFolder = None,
     allow_missing: _Missing = None,
     allow_unexpected: _Unexpected = None,
     revision: _Revision = None,
@@ -110,12 +123,19 @@ def plan(
     as_json: _Json = False,
 ) -> None:
     """Say what a load would read and take, and whether it fits, without reading a tensor byte."""
+    from rich.console import Group
+
+    from umem.admission import circumstances
     from umem.api import plan as plan_load
     from umem.api import probe as probe_machine
+    from umem.machine import MachineSnapshot
     from umem.planning import check_budget
-    from umem.report.table import plan_table
+    from umem.report.table import plan_table, verdict_table
 
     config = _config(window, memory_budget, reader, residency)
+    if platform is not None and device != "auto":
+        raise typer.BadParameter("the machine in --platform has a device already", param_hint="--device")
+    saved = None if platform is None else MachineSnapshot.load(platform, config)
     made = plan_load(
         checkpoint,
         device=device,
@@ -123,27 +143,45 @@ def plan(
         allow_missing=allow_missing or (),
         allow_unexpected=allow_unexpected or (),
         config=config,
-        **_host_settings(revision, trust_remote_code),
+        machine=saved,
+        **_host_settings(revision, trust_remote_code, offload, offload_folder),
     )
-    budget = probe_machine(device=device, config=config).budget
+    machine = saved or probe_machine(device=device, config=config)
+    budget = machine.budget
 
     def facts() -> dict[str, Any]:
-        available = budget.available_bytes
-        fits = available is None or made.forecast.peak_bytes <= available
-        return made.to_json() | {"budget": {"available_bytes": available, "source": budget.source, "fits": fits}}
+        reading = machine.reading
+        return made.to_json() | {
+            "platform": machine.platform.to_json(),
+            "budget": {
+                "available_bytes": budget.available_bytes,
+                "source": budget.source,
+                "fits": budget.shortfall_of(budget.needs_of(made)) is None,
+            },
+            "reading": {"reader": reading.reader, "page_cache": str(reading.page_cache)},
+        }
 
-    _show(facts, lambda: plan_table(made), as_json)
-    check_budget(made, budget)
+    _show(facts, lambda: Group(plan_table(made), verdict_table(made, machine)), as_json)
+    check_budget(made, budget, lambda shortfall: circumstances(machine, shortfall, here=saved is None))
 
 
-@app.command(epilog="Example:  [bold]umem probe --json[/]")
-def probe(device: _Device = "auto", as_json: _Json = False) -> None:
+@app.command(epilog="Examples:  [bold]umem probe --json[/]   [bold]umem probe --save spark.json[/]")
+def probe(
+    device: _Device = "auto",
+    save: Annotated[Path | None, typer.Option(help="Save what was found, for umem plan --platform elsewhere.")] = None,
+    as_json: _Json = False,
+) -> None:
     """Say what machine this is, what memory it has, and what a load could take."""
     from umem.api import probe as probe_machine
     from umem.report.table import machine_table
 
-    snapshot = probe_machine(device=device)
-    _show(snapshot.to_json, lambda: machine_table(snapshot.platform, snapshot.memory, snapshot.budget), as_json)
+    machine = probe_machine(device=device)
+    if save is not None:
+        try:
+            machine.save(save)
+        except OSError as error:
+            raise typer.BadParameter(f"{save}: {error.strerror}", param_hint="--save") from None
+    _show(machine.to_json, lambda: machine_table(machine), as_json)
 
 
 @app.command(
@@ -209,13 +247,21 @@ def main() -> NoReturn:
     sys.exit(status)
 
 
-def _config(window: str | None, memory_budget: str | None, reader: str | None, residency: str | None) -> LoadConfig:
+def _config(
+    window: str | None,
+    memory_budget: str | None,
+    reader: str | None,
+    residency: str | None,
+    wait_for_memory: str | None = None,
+) -> LoadConfig:
     config = config_from_environment().with_changes(reader=reader, residency=residency)
     if window is not None:
         wanted = parse_bytes(window)
         config = replace(config, window_bytes=wanted, block_bytes=min(config.block_bytes, max(1, wanted // 8)))
     if memory_budget is not None:
         config = replace(config, memory_budget_bytes=parse_bytes(memory_budget))
+    if wait_for_memory is not None:
+        config = replace(config, wait_for_memory_s=parse_seconds(wait_for_memory))
     return config
 
 
@@ -226,8 +272,15 @@ def _changed_settings(config: LoadConfig) -> dict[str, Any]:
     return {name: getattr(config, name) for name in names if getattr(config, name) != getattr(base, name)}
 
 
-def _host_settings(revision: str | None, trust_remote_code: bool) -> dict[str, Any]:
-    given = {"revision": revision, "trust_remote_code": trust_remote_code or None}
+def _host_settings(
+    revision: str | None, trust_remote_code: bool, offload: str | None, offload_folder: Path | None
+) -> dict[str, Any]:
+    given = {
+        "revision": revision,
+        "trust_remote_code": trust_remote_code or None,
+        "offload": offload,
+        "offload_folder": offload_folder,
+    }
     return {name: value for name, value in given.items() if value is not None}
 
 
@@ -245,11 +298,12 @@ def _say(message: str) -> None:
 
 
 class _ProgressBar:
-    """A bar on a terminal: bytes, rate, what the window holds. Nothing elsewhere."""
+    """A bar on a terminal: bytes, rate, what the window holds, or what the load waits for. Nothing elsewhere."""
 
     def __init__(self) -> None:
         self._bar: Any = None
         self._task: Any = None
+        self._said_s = -math.inf
 
     def __enter__(self) -> Self:
         if sys.stderr.isatty():
@@ -276,7 +330,15 @@ class _ProgressBar:
         """Show how far the load is."""
         if self._bar is None:
             return
+        if progress.waiting:
+            self._say_what_it_waits_for(progress)
+            return
         window = f"window {format_bytes(progress.window_bytes)}"
         if self._task is None:
             self._task = self._bar.add_task("loading", total=progress.total_bytes, window=window)
         self._bar.update(self._task, completed=progress.read_bytes, total=progress.total_bytes, window=window)
+
+    def _say_what_it_waits_for(self, progress: Progress) -> None:
+        if progress.elapsed_s - self._said_s >= _SAY_EVERY_S:
+            self._said_s = progress.elapsed_s
+            self._bar.console.print(progress.waiting, style="dim", markup=False, highlight=False)

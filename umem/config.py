@@ -5,13 +5,14 @@ What the settings mean for a machine is decided by planning and probes; nothing 
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
-from umem._types import format_bytes, parse_bytes
+from umem._types import format_bytes, parse_bytes, parse_seconds
 from umem.errors import ConfigError
 
 __all__ = ["MIB", "LoadConfig", "Residency", "config_from_environment"]
@@ -21,13 +22,14 @@ MIB = 1 << 20
 #: A window must hold a block for each reader and the tiles of a conversion.
 SMALLEST_WINDOW_BYTES = 16 * MIB
 
-#: Environment variable -> field. Values are sizes (`512MiB`) or whole numbers.
+#: Environment variable -> field. Values are sizes (`512MiB`), times (`60s`) or whole numbers.
 _VARIABLES = {
     "UMEM_WINDOW": "window_bytes",
     "UMEM_MEMORY_BUDGET": "memory_budget_bytes",
     "UMEM_RESERVE": "reserve_bytes",
     "UMEM_IO_THREADS": "io_threads",
     "UMEM_READER": "reader",
+    "UMEM_WAIT_FOR_MEMORY": "wait_for_memory_s",
     "UMEM_RESIDENCY": "residency",
 }
 
@@ -53,9 +55,13 @@ class LoadConfig:
         Threads that read and scatter, no more than the window has room for. None: two to four, by the reader and the
         number of cores; sixteen for URLs.
     memory_budget_bytes
-        What the final model plus the window may take. None: what the machine has available.
+        What the load may take where the model goes: on shared memory and on the processor model and window together,
+        on a device with memory of its own the device's. None: what the machine has available.
     reserve_bytes
-        Memory that a load leaves to the rest of the machine. None: by the class of the machine.
+        Memory that a load leaves free where the model goes. None: by the class of the machine. Shared memory: 4 % of it
+        and 4 GiB at least, 10 % on machines below 64 GiB; a device's own memory: 256 MiB; elsewhere 64 MiB.
+    wait_for_memory_s
+        How long a load that does not fit waits for memory to become free, in seconds, before it is refused.
     reader
         The name of the reader, or `auto`.
     residency
@@ -70,6 +76,7 @@ class LoadConfig:
     io_threads: int | None = None
     memory_budget_bytes: int | None = None
     reserve_bytes: int | None = None
+    wait_for_memory_s: float = 0.0
     reader: str = "auto"
     residency: Residency = Residency.OWNED
     sample_interval_s: float = 0.05
@@ -86,6 +93,8 @@ class LoadConfig:
             value = getattr(self, name)
             if value is not None and value < 0:
                 raise ConfigError(f"{name}={value}: a size in bytes is not negative")
+        if not 0 <= self.wait_for_memory_s < math.inf:
+            raise ConfigError(f"wait_for_memory_s={self.wait_for_memory_s}: a time in seconds, 0 for no waiting")
         if self.residency not in tuple(Residency):
             raise ConfigError(f"residency={self.residency!r}: {' or '.join(Residency)}")
         if self.sample_interval_s <= 0:
@@ -119,6 +128,8 @@ def _parsed(variable: str, text: str) -> object:
     try:
         if field.endswith("_bytes"):
             return parse_bytes(text)
+        if field.endswith("_s"):
+            return parse_seconds(text)
         return int(text) if field == "io_threads" else text
     except ValueError as error:
         raise ConfigError(f"{variable}={text!r}: {error}") from None

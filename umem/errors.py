@@ -25,6 +25,7 @@ __all__ = [
     "IncompleteConversionError",
     "IndexFormatError",
     "InsufficientMemoryError",
+    "InsufficientSpaceError",
     "KeyMismatchError",
     "LegacyPickleError",
     "LfsPointerError",
@@ -33,11 +34,14 @@ __all__ = [
     "MissingShardError",
     "MissingTensorError",
     "PlanError",
+    "ProcessMemory",
     "ReadError",
+    "Remedy",
     "RemoteReadError",
     "RunFailedError",
     "ShapeMismatch",
     "ShardPathError",
+    "SnapshotError",
     "TensorExtentError",
     "TensorHoleError",
     "TensorOverlapError",
@@ -313,17 +317,48 @@ class IncompleteConversionError(PlanError, RuntimeError):
         super().__init__(f"{conversion}: {message}: {', '.join(self.targets[:8])}")
 
 
+class ProcessMemory(NamedTuple):
+    """Another process: its number, its name, and the bytes that would be free without it."""
+
+    pid: int
+    name: str
+    nbytes: int
+
+
+class Remedy(NamedTuple):
+    """Something that would make a load fit.
+
+    Attributes
+    ----------
+    action
+        `raise_budget`, `dtype`, `keep_quantized`, `offload`, `stop_process`, `free_huge_pages`, `drop_caches` or
+        `reboot`.
+    text
+        What to do, for people.
+    nbytes
+        What the load would need then, or what it would free; None where that is no number.
+    """
+
+    action: str
+    text: str
+    nbytes: int | None = None
+
+
 class InsufficientMemoryError(UmemError, MemoryError):
     """The plan needs more memory than there is; said before a tensor byte is read.
 
     Attributes
     ----------
     needed_bytes, available_bytes
-        Forecast peak and what may be taken, in bytes.
+        What the load needs where it does not fit, and what may be taken there, in bytes.
     source
         Where `available_bytes` comes from.
     largest
         The largest parts of the plan: (name, bytes), largest first.
+    processes
+        The other processes that hold most of that memory, largest first.
+    remedies
+        What would make the load fit; each of them would be enough.
     """
 
     def __init__(
@@ -334,12 +369,51 @@ class InsufficientMemoryError(UmemError, MemoryError):
         available_bytes: int,
         source: str,
         largest: Sequence[tuple[str, int]] = (),
+        processes: Sequence[ProcessMemory] = (),
+        remedies: Sequence[Remedy] = (),
     ) -> None:
         self.needed_bytes = needed_bytes
         self.available_bytes = available_bytes
         self.source = source
         self.largest = tuple(largest)
+        self.processes = tuple(processes)
+        self.remedies = tuple(remedies)
         super().__init__(message)
+
+
+class InsufficientSpaceError(UmemError, OSError):
+    """What is to be written needs more space than the drive has; said before a tensor byte is read.
+
+    Attributes
+    ----------
+    path
+        The folder or file to write.
+    needed_bytes, available_bytes
+        What it needs and what is free, in bytes.
+    """
+
+    def __init__(self, message: str, *, path: str, needed_bytes: int, available_bytes: int) -> None:
+        self.path = path
+        self.needed_bytes = needed_bytes
+        self.available_bytes = available_bytes
+        super().__init__(message)
+
+
+# --- machines --------------------------------------------------------------------------------------------------------
+
+
+class SnapshotError(UmemError, ValueError):
+    """A saved snapshot of a machine cannot be read.
+
+    Attributes
+    ----------
+    path
+        The file.
+    """
+
+    def __init__(self, message: str, *, path: str) -> None:
+        self.path = path
+        super().__init__(f"{path}: {message}; save one with: umem probe --save FILE")
 
 
 # --- measurement -----------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""One load from opening to report: the order of the steps, the budget check, the watch. And the machine as it is now.
+"""One load from opening to report: the order of the steps, the admission, the watch.
 
 `api` and the host frameworks drive a `LoadSession` with the model and the adapter that they have.
 """
@@ -9,18 +9,20 @@ import contextlib
 import gc
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
-from umem._display import Displayed, display_as
+from umem._types import format_bytes
+from umem.admission import Admission, Waiting
 from umem.checkpoint import Checkpoint, open_checkpoint
-from umem.checkpoint.pagecache import CachePolicy, cached_bytes_of_files
+from umem.checkpoint.offload import OffloadFile
+from umem.checkpoint.pagecache import cached_bytes_of_files
 from umem.checkpoint.readers import ReaderChoice, choose_readers
-from umem.config import MIB, LoadConfig, config_from_environment
+from umem.config import LoadConfig, config_from_environment
 from umem.errors import UmemError
-from umem.planning import Budget, LoadPlan, budget_from, check_budget
-from umem.probes import MemoryProbe, MemorySnapshot, Monitor, Platform, PlatformClass, probe_platform
+from umem.machine import MachineSnapshot, facts_of, probe
+from umem.planning import Budget, LoadPlan
+from umem.probes import Monitor, classify
 from umem.report.model import LoadReport, Stopwatch
 
 if TYPE_CHECKING:
@@ -33,65 +35,6 @@ __all__ = ["LoadSession", "MachineSnapshot", "ProgressCallback", "probe"]
 
 ProgressCallback = Callable[["Progress"], None]
 
-#: Memory that a load leaves to the rest of the machine unless told otherwise. Where processor and accelerator share one
-#: memory, the driver needs room too: boxes have frozen with 2 to 4 GiB available.
-_RESERVE_BYTES = 64 * MIB
-_UNIFIED_RESERVE_FRACTION = 0.04
-
-_CACHE_POLICIES = {
-    PlatformClass.CPU: CachePolicy.RESTORE,
-    PlatformClass.UNIFIED: CachePolicy.DROP,
-    PlatformClass.DISCRETE: CachePolicy.KEEP,
-}
-
-
-@dataclass(frozen=True, slots=True)
-class MachineSnapshot(Displayed):
-    """The machine at one moment: its class, its memory, and what a load could take."""
-
-    platform: Platform
-    memory: MemorySnapshot
-    budget: Budget
-
-    def to_json(self) -> dict[str, Any]:
-        """The snapshot as JSON values."""
-        return {
-            "schema": "umem.probe",
-            "version": 1,
-            "platform": self.platform.to_json(),
-            "memory": self.memory.to_json(),
-            "budget": {"available_bytes": self.budget.available_bytes, "source": self.budget.source},
-        }
-
-
-def probe(*, device: str = "auto", config: LoadConfig | None = None) -> MachineSnapshot:
-    """What machine this is and what a load to `device` could take now."""
-    config = config or config_from_environment()
-    platform = probe_platform(device)
-    with MemoryProbe() as memory_probe:
-        memory = memory_probe.sample()
-    reserve = config.reserve_bytes
-    if reserve is None:
-        unified = platform.kind is PlatformClass.UNIFIED and memory.total_bytes is not None
-        reserve = int(_UNIFIED_RESERVE_FRACTION * (memory.total_bytes or 0)) if unified else _RESERVE_BYTES
-    available, headroom = memory.available_bytes, memory.cgroup.headroom_bytes if memory.cgroup else None
-    if platform.kind is PlatformClass.DISCRETE:
-        available, headroom = _device_free_bytes(platform.device), None
-    budget = budget_from(
-        available_bytes=available,
-        headroom_bytes=headroom,
-        reserve_bytes=reserve,
-        allowed_bytes=config.memory_budget_bytes,
-    )
-    return MachineSnapshot(platform, memory, budget)
-
-
-def _device_free_bytes(device: str) -> int | None:
-    """Free memory of a device that has its own; None where torch does not tell."""
-    import torch
-
-    return int(torch.cuda.mem_get_info(device)[0]) if device.startswith("cuda") else None
-
 
 class LoadSession:
     """One load: open, plan, check, run, report. A context manager that watches memory from `open` on.
@@ -103,21 +46,30 @@ class LoadSession:
     config
         The settings; those of the environment where None.
     progress
-        Called about ten times a second while bytes move.
+        Called about ten times a second while bytes move, and while the load waits for memory.
+    machine
+        The machine that a load is planned for, where it is not this one; then `device` means nothing.
     """
 
     def __init__(
-        self, *, device: str = "auto", config: LoadConfig | None = None, progress: ProgressCallback | None = None
+        self,
+        *,
+        device: str = "auto",
+        config: LoadConfig | None = None,
+        progress: ProgressCallback | None = None,
+        machine: MachineSnapshot | None = None,
     ) -> None:
         self.config = config or config_from_environment()
         self.stopwatch = Stopwatch()
-        self.platform = probe_platform(device)
-        self._device = device
+        self._machine = machine
+        self._facts = machine.facts if machine is not None else facts_of(device)
+        self.platform = classify(self._facts)
         self._progress = progress
         self._monitor: Monitor | None = None
         self._plan: LoadPlan | None = None
         self._outcome: Outcome | None = None
-        self._budget = Budget(None, "not asked")
+        self._watched: list[str] = []
+        self._budget = Budget()
         self._readers = ReaderChoice((), "nothing to read")
 
     def __enter__(self) -> Self:
@@ -133,9 +85,9 @@ class LoadSession:
         """Open the checkpoint, and start to watch memory."""
         with self.stopwatch.phase("open"):
             checkpoint = open_checkpoint(path_or_id, revision=revision)
-        paths = [shard.path for shard in checkpoint.shards if not shard.is_remote]
+        self._watched = [shard.path for shard in checkpoint.shards if not shard.is_remote]
         self._monitor = Monitor(
-            interval_s=self.config.sample_interval_s, cached_file_bytes=lambda: cached_bytes_of_files(paths)
+            interval_s=self.config.sample_interval_s, cached_file_bytes=lambda: cached_bytes_of_files(self._watched)
         )
         self._monitor.__enter__()
         return checkpoint
@@ -158,36 +110,75 @@ class LoadSession:
             if collects:
                 gc.enable()
 
+    def room(self) -> dict[str, int | None]:
+        """Bytes that a model may take, by device; `cpu` too where that is another memory. None where unknown."""
+        machine = self._machine or probe(facts=self._facts, config=self.config)
+        budget, device = machine.budget, self.platform.device
+        memory = budget.tightest_in_memory
+        beside_the_window = None if memory is None else max(0, memory.available_bytes - self.config.window_bytes)
+        if budget.device is None:
+            return {device: beside_the_window}
+        return {device: budget.available_bytes, "cpu": beside_the_window}
+
     def run(
         self,
         load_plan: LoadPlan,
         *,
         convert: Converter | None = None,
         live: Mapping[str, torch.Tensor] | None = None,
+        offload: OffloadFile | None = None,
     ) -> dict[str, torch.Tensor]:
         """Check that the plan fits, run it, and give the final tensors by target name.
+
+        Parameters
+        ----------
+        convert
+            Runs the conversions that stay with their owner.
+        live
+            Target name -> tensor to fill in place.
+        offload
+            The file for targets on disk that groups with writes fill.
 
         Raises
         ------
         InsufficientMemoryError
-            It does not fit; nothing was read.
+            It does not fit, also not within the time that it may wait; nothing was read.
         """
+        self._plan = load_plan
+        with self.stopwatch.phase("wait"):
+            admission = Admission.of(load_plan, self._facts, self.config, waiting=self._waiting)
+        with admission:
+            self._budget = admission.machine.budget
+            if load_plan.forecast.read_bytes:
+                self._readers = choose_readers(self.config.reader, load_plan.checkpoint.shards)
+            return self._execute(load_plan, admission, convert, live, offload)
+
+    def _execute(
+        self,
+        load_plan: LoadPlan,
+        admission: Admission,
+        convert: Converter | None,
+        live: Mapping[str, torch.Tensor] | None,
+        offload: OffloadFile | None,
+    ) -> dict[str, torch.Tensor]:
         from umem.strategies import Execution, Outcome, execute
 
-        self._plan = load_plan
-        self._budget = probe(device=self.platform.device, config=self.config).budget
-        check_budget(load_plan, self._budget)
-        if load_plan.forecast.read_bytes:
-            self._readers = choose_readers(self.config.reader, load_plan.checkpoint.shards)
+        def progress(now: Progress) -> None:
+            admission.taken(now.read_bytes / max(1, now.total_bytes))
+            if self._progress is not None:
+                self._progress(now)
+
         execution = Execution(
             window_bytes=load_plan.forecast.window_bytes,
             block_bytes=self.config.block_bytes,
             readers=self._readers.readers,
             threads=self.config.io_threads,
-            cache_policy=_CACHE_POLICIES[self.platform.kind],
+            cache_policy=admission.machine.reading.page_cache,
             convert=convert,
-            progress=self._progress,
+            progress=progress,
+            offload=offload,
         )
+        self._watched += [offload.path] if offload is not None else []
         outcome = Outcome()
         with self.stopwatch.phase("run"):
             try:
@@ -198,6 +189,16 @@ class LoadSession:
         self._outcome = outcome
         self._split_run_phase(outcome.seconds)
         return outcome.tensors
+
+    def _waiting(self, now: Waiting) -> None:
+        """Tell whoever follows the load what it waits for."""
+        if self._progress is None or self._plan is None:
+            return
+        from umem.strategies import Progress
+
+        sizes = f"{format_bytes(now.needed_bytes)} needed, {format_bytes(now.available_bytes)} available"
+        words = f"waiting for memory: {sizes} ({now.source}), {now.waited_s:.0f} of {now.wait_s:.0f} s"
+        self._progress(Progress(0, self._plan.forecast.read_bytes, now.waited_s, 0, words))
 
     def _split_run_phase(self, seconds: Mapping[str, float]) -> None:
         """The executor times its own phases; put them in the place of the one around it."""
@@ -241,18 +242,3 @@ def _say_what_is_spoiled(error: BaseException, spoiled: set[str]) -> None:
     error.add_note(f"The load was in place; these tensors no longer hold what they held: {shown}")
     if isinstance(error, UmemError):
         error.spoiled = tuple(names)
-
-
-def _machine_table(machine: MachineSnapshot) -> Any:
-    from umem.report.table import machine_table
-
-    return machine_table(machine.platform, machine.memory, machine.budget)
-
-
-def _machine_html(machine: MachineSnapshot) -> str:
-    from umem.report.notebook import notebook_html
-
-    return notebook_html(_machine_table(machine))
-
-
-display_as(MachineSnapshot, terminal=_machine_table, notebook=_machine_html)

@@ -64,6 +64,7 @@ def per_dtype(dtype: DType) -> Iterator[Case]:
     yield case("shape-too-large", errors.TensorSizeError, shape=[4, 4])
     yield case("shape-too-small", errors.TensorSizeError, shape=[1, 4])
     yield case("shape-overflows", errors.TensorSizeError, shape=[2**40, 2**40])
+    yield case("size-overflows-of-nothing", errors.TensorSizeError, shape=[0, 2**64], data_offsets=[begin, begin])
     yield case("shape-overflows-to-its-size", errors.TensorSizeError, shape=[2**63, 2**62, 2, 4])
     yield case("overlap", errors.TensorOverlapError, data_offsets=[begin - 1, end - 1])
     yield case("hole", errors.TensorHoleError, data_offsets=[begin + 1, end + 1], data=bytes(100))

@@ -14,17 +14,14 @@ from umem._types import DType
 from umem.adapters.families import by_name
 from umem.adapters.layout import concatenate, stack, stored
 from umem.checkpoint import Checkpoint, open_checkpoint
-from umem.errors import CoverageError, InsufficientMemoryError, KeyMismatchError
+from umem.errors import CoverageError, KeyMismatchError
 from umem.planning import (
     Adaptation,
-    Budget,
     Conversion,
     LoadPlan,
     Route,
     Target,
     Targets,
-    budget_from,
-    check_budget,
     make_plan,
     targets_of_module,
 )
@@ -205,40 +202,6 @@ def test_a_target_filled_by_writes_and_by_a_conversion(tmp_path: Path) -> None:
     adaptation.writes.extend(stored(checkpoint.entries["a"]).writes("a"))
     with pytest.raises(CoverageError, match="both fill it"):
         plan_of(checkpoint, targets, adaptation)
-
-
-def test_a_plan_that_does_not_fit(tmp_path: Path) -> None:
-    tensors = {"large": random_tensor((1000,)), "small": random_tensor((10,)), "middle": random_tensor((100,))}
-    plan = plan_of(checkpoint_of(tmp_path, tensors), targets_like(tensors))
-    needed = plan.forecast.peak_bytes
-    check_budget(plan, Budget(needed, "exactly"))
-    check_budget(plan, Budget(None, "unknown"))
-    with pytest.raises(InsufficientMemoryError, match="Nothing was read") as caught:
-        check_budget(plan, Budget(needed - 1, "one byte less"))
-    error = caught.value
-    assert (error.needed_bytes, error.available_bytes, error.source) == (needed, needed - 1, "one byte less")
-    assert error.largest == (("large", 4000), ("middle", 400), ("small", 40))
-    assert isinstance(error, MemoryError)
-
-
-@pytest.mark.parametrize(
-    ("available", "headroom", "allowed", "expected"),
-    [
-        (100, None, None, 90),
-        (100, 50, None, 40),
-        (50, 100, None, 40),
-        (100, 50, 30, 30),
-        (100, 50, 45, 40),
-        (5, None, None, 0),
-        (None, None, 70, 70),
-        (None, None, None, None),
-    ],
-)
-def test_the_tightest_source_is_the_budget(
-    available: int | None, headroom: int | None, allowed: int | None, expected: int | None
-) -> None:
-    budget = budget_from(available_bytes=available, headroom_bytes=headroom, reserve_bytes=10, allowed_bytes=allowed)
-    assert budget.available_bytes == expected
 
 
 def test_two_hundred_thousand_entries_plan_without_torch_storage(tmp_path: Path) -> None:

@@ -8,13 +8,14 @@ import pytest
 import torch
 
 from tests.writers import random_tensor, write_safetensors
+from umem._types import DType
 from umem.adapters.families import by_name
 from umem.checkpoint import open_checkpoint
 from umem.config import LoadConfig, Residency
 from umem.errors import ConfigError, UnsupportedError
 from umem.planning import Adaptation, LoadPlan, Target, Targets, Write, make_plan
 from umem.planning.views import View
-from umem.planning.writes import Route
+from umem.planning.writes import Conversion, Route
 
 
 def planned(path: Path, *, target: Target | None = None, live: tuple[str, ...] = ()) -> LoadPlan:
@@ -66,3 +67,41 @@ def test_the_setting_has_two_values() -> None:
     assert LoadConfig(residency=Residency("mapped")).residency is Residency.MAPPED
     with pytest.raises(ConfigError, match="owned or mapped"):
         LoadConfig().with_changes(residency="lazy")
+
+
+def on_disk(path: Path, dtype: DType | None = None) -> LoadPlan:
+    checkpoint = open_checkpoint(path)
+    targets = Targets(
+        Target(entry.name, dtype or entry.dtype, entry.shape, "disk") for entry in checkpoint.entries.values()
+    )
+    return make_plan(checkpoint, targets, by_name(checkpoint, targets), window_bytes=1 << 24)
+
+
+def test_what_is_on_disk_as_it_is_used_stays_there(path: Path) -> None:
+    plan = on_disk(path)
+    assert {group.route for group in plan.groups} == {Route.KEPT}
+    forecast = plan.forecast
+    assert forecast.final_bytes_by_device == {"disk": 48}
+    assert (forecast.allocated_bytes, forecast.peak_bytes, forecast.read_bytes, forecast.offloaded_bytes) == (0,) * 4
+
+
+def test_what_is_used_in_another_form_is_written(path: Path, tmp_path: Path) -> None:
+    plan = on_disk(path, DType.F32)
+    assert {group.route for group in plan.groups} == {Route.STREAMING}
+    forecast = plan.forecast
+    assert (forecast.allocated_bytes, forecast.read_bytes, forecast.offloaded_bytes) == (0, 48, 96)
+    askew = write_safetensors(tmp_path / "askew.safetensors", {"a": torch.ones(3).byte(), "b": torch.ones(2)})
+    routes = {group.name: group.route for group in on_disk(askew).groups}
+    assert routes == {"a": Route.KEPT, "b": Route.DIRECT}
+
+
+def test_a_conversion_to_disk_holds_its_result_too(path: Path) -> None:
+    checkpoint = open_checkpoint(path)
+    entry = checkpoint.entries["w"]
+    converted = Adaptation([], [Conversion("c", (entry,), ("w",), "why")], [], [])
+
+    def peak_bytes(device: str) -> int:
+        targets = Targets([Target("w", DType.F32, (4, 6), device)])
+        return make_plan(checkpoint, targets, converted, window_bytes=1 << 24).forecast.peak_bytes
+
+    assert peak_bytes("disk") == peak_bytes("cpu")

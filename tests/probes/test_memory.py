@@ -10,7 +10,7 @@ import pytest
 
 from tests.limits import memory_group
 from tests.probes.trees import group_v1, group_v2, proc_tree
-from umem.probes import MemoryProbe, free_in_blocks_of, read_cgroup
+from umem.probes import MemoryProbe, MemorySnapshot, free_in_blocks_of, read_cgroup
 
 KIB, GIB = 1 << 10, 1 << 30
 
@@ -24,20 +24,50 @@ def test_what_the_kernel_says(tmp_path: Path) -> None:
     assert (snapshot.anonymous_bytes, snapshot.file_bytes, snapshot.shared_bytes) == (3000 * KIB, 1500 * KIB, 20 * KIB)
     assert snapshot.peak_resident_bytes == 5000 * KIB
     assert (snapshot.swapped_in_pages, snapshot.swapped_out_pages) == (11, 7)
+    assert snapshot.swapped_bytes == 16 * KIB
     assert snapshot.major_faults == 108
+    assert snapshot.file_cache_bytes == 62000000 * KIB
+    assert (snapshot.huge_pages, snapshot.huge_page_pool_bytes) == (512, 500 * 2048 * KIB)
     assert snapshot.cgroup is None
-    assert json.loads(json.dumps(snapshot.to_json()))["available_bytes"] == 90000000 * KIB
+
+
+def test_what_the_kernel_counts(tmp_path: Path) -> None:
+    with MemoryProbe(proc_tree(tmp_path / "proc"), tmp_path / "cgroup") as probe:
+        snapshot = probe.sample()
+    assert (snapshot.pressure_some_us, snapshot.pressure_some_percent) == (123456, 1.5)
+    assert (snapshot.pressure_full_us, snapshot.pressure_full_percent) == (23456, 0.25)
+    assert (snapshot.refaulted_file_pages, snapshot.refaulted_anonymous_pages) == (5, 4)
+    assert (snapshot.allocation_stalls, snapshot.directly_scanned_pages) == (6, 21)
+    assert (snapshot.compaction_stalls, snapshot.compaction_failures) == (8, 6)
+    assert (snapshot.system_major_faults, snapshot.oom_kills) == (31, 1)
+
+
+def test_a_snapshot_is_saved_without_the_names_of_groups(tmp_path: Path) -> None:
+    proc = proc_tree(tmp_path / "proc", "0::/alice/container-7\n")
+    group_v2(tmp_path / "cgroup/alice/container-7", limit=str(8 * GIB), used=5 * GIB, inactive=GIB)
+    with MemoryProbe(proc, tmp_path / "cgroup") as probe:
+        snapshot = probe.sample()
+    text = json.dumps(snapshot.to_json())
+    assert "alice" not in text
+    again = MemorySnapshot.from_json(json.loads(text))
+    assert again.to_json() == snapshot.to_json()
+    assert again.cgroup is not None
+    assert again.cgroup.headroom_bytes == 4 * GIB
 
 
 def test_what_is_not_there_is_unknown_and_not_zero(tmp_path: Path) -> None:
     proc = proc_tree(tmp_path / "proc", meminfo="MemTotal: 10 kB\nMemAvailable: nonsense kB\n")
     (proc / "self" / "stat").write_text("nonsense")
     (proc / "vmstat").unlink()
+    (proc / "pressure/memory").write_text("nonsense")
+    (proc / "buddyinfo").unlink()
     with MemoryProbe(proc, tmp_path / "none") as probe:
         snapshot = probe.sample()
     assert snapshot.total_bytes == 10 * KIB
-    unknown = [snapshot.available_bytes, snapshot.swap_total_bytes, snapshot.major_faults, snapshot.swapped_in_pages]
-    assert unknown == [None] * 4
+    known = {name for name, value in snapshot.to_json().items() if value not in (None, ())}
+    process = {"anonymous_bytes", "file_bytes", "shared_bytes", "swapped_bytes", "peak_resident_bytes"}
+    assert known == {"time_s", "total_bytes", "page_bytes", *process}
+    assert snapshot.free_in_blocks_of(1) is None
 
 
 def test_a_v2_limit_counts_clean_cache_as_headroom(tmp_path: Path) -> None:
@@ -46,6 +76,7 @@ def test_a_v2_limit_counts_clean_cache_as_headroom(tmp_path: Path) -> None:
     limit = read_cgroup(proc, tmp_path / "cgroup")
     assert limit is not None
     assert (limit.limit_bytes, limit.used_bytes, limit.headroom_bytes) == (8 * GIB, 5 * GIB, 6 * GIB)
+    assert limit.peak_bytes == 10 * GIB
 
 
 def test_the_tightest_of_nested_limits(tmp_path: Path) -> None:
@@ -57,6 +88,23 @@ def test_the_tightest_of_nested_limits(tmp_path: Path) -> None:
     limit = read_cgroup(proc, root)
     assert limit is not None
     assert (Path(limit.path), limit.headroom_bytes) == (root / "a", 5 * GIB)
+    with MemoryProbe(proc, root) as probe:
+        groups = probe.sample().cgroups
+    assert [Path(group.path).name for group in groups] == ["c", "b", "a"]
+    assert [group.limit_bytes for group in groups] == [None, 9 * GIB, 20 * GIB]
+
+
+def test_a_process_that_is_moved_is_followed(tmp_path: Path) -> None:
+    proc, root = proc_tree(tmp_path / "proc", "0::/a\n"), tmp_path / "cgroup"
+    group_v2(root / "a", limit=str(2 * GIB), used=GIB)
+    group_v2(root / "b", limit=str(9 * GIB), used=GIB)
+    with MemoryProbe(proc, root) as probe:
+        before = probe.sample().cgroup
+        (proc / "self/cgroup").write_text("0::/b\n")
+        after = probe.sample().cgroup
+        (root / "b/memory.current").write_text(f"{4 * GIB}\n")
+        later = probe.sample().cgroup
+    assert [group and group.headroom_bytes for group in (before, after, later)] == [GIB, 8 * GIB, 5 * GIB]
 
 
 def test_a_container_sees_its_own_group_as_the_root(tmp_path: Path) -> None:
@@ -107,4 +155,10 @@ def test_free_memory_in_large_blocks(tmp_path: Path) -> None:
     lines = [f"Node 0, zone   Normal {' '.join(str(count) for count in [9, 8, 7, 0, 0, 0, 0, 0, 0, 3, 2])}"]
     (tmp_path / "buddyinfo").write_text("\n".join([*lines, *lines]) + "\n")
     assert free_in_blocks_of(page << 9, tmp_path) == 2 * (3 * (page << 9) + 2 * (page << 10))
+    assert free_in_blocks_of(page << 11, tmp_path) is None  # no such blocks are kept, which is not "none are free"
     assert free_in_blocks_of(page << 9, tmp_path / "none") is None
+
+
+def test_free_memory_in_large_blocks_leaves_out_the_zones_for_small_devices(tmp_path: Path) -> None:
+    proc = proc_tree(tmp_path / "proc")
+    assert free_in_blocks_of(mmap.PAGESIZE << 13, proc) == 700 * (mmap.PAGESIZE << 13)

@@ -138,7 +138,7 @@ def test_a_conversion_that_breaks_its_promise(tmp_path: Path, given: dict[str, t
 
 
 def test_every_route_that_moves_bytes_has_one_strategy() -> None:
-    assert {*BLOCK_STRATEGIES, *GROUP_STRATEGIES, Route.MAPPED} == set(Route)
+    assert {*BLOCK_STRATEGIES, *GROUP_STRATEGIES, Route.MAPPED, Route.KEPT} == set(Route)
     assert all(strategy.route is route for route, strategy in BLOCK_STRATEGIES.items())
     assert all(strategy.route is route for route, strategy in GROUP_STRATEGIES.items())
 

@@ -115,7 +115,7 @@ def _entry(name: str, facts: Any, data_start: int, shard_index: int, path: str) 
     bits = dtype.bits
     for size in shape:
         bits *= size
-        if bits >= _LARGEST:
+        if max(bits, size) >= _LARGEST:
             raise refuse(TensorSizeError, f"shape {shape!r} is larger than any file")
     if bits != 8 * (end - begin):
         raise refuse(TensorSizeError, f"{dtype.label} {shape!r} takes {bits / 8:g} bytes, its range has {end - begin}")

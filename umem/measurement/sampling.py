@@ -6,7 +6,6 @@ memory of its own is not seen from here.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections.abc import Sequence
@@ -70,7 +69,7 @@ class ProcessWatch:
     """
 
     def __init__(self, process: int, started_s: float, files: Sequence[Path], proc: Path = Path("/proc")) -> None:
-        self._directory, self._proc = proc / str(process), proc
+        self._directory = proc / str(process)
         self._started_s = started_s
         self._files = [str(path) for path in files]
         self._probe = MemoryProbe(proc)
@@ -115,7 +114,7 @@ class ProcessWatch:
             page_cache_bytes=cached_bytes_of_files(self._files),
             available_bytes=system.available_bytes,
             swap_used_bytes=None if swap_total is None or swap_free is None else swap_total - swap_free,
-            pressure_us=_pressure_us(self._proc),
+            pressure_us=system.pressure_some_us,
             minor_faults=int(fields[7]),
             major_faults=int(fields[9]),
         )
@@ -124,12 +123,6 @@ class ProcessWatch:
 def _sizes(status: str) -> list[tuple[str, int]]:
     lines = (line.split() for line in status.splitlines())
     return [(fields[0][:-1], int(fields[1]) * 1024) for fields in lines if fields[-1:] == ["kB"]]
-
-
-def _pressure_us(proc: Path) -> int | None:
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        return int((proc / "pressure/memory").read_text().partition("total=")[2].split()[0])
-    return None
 
 
 def series_of(samples: Sequence[ProcessSample], until_s: float) -> dict[str, list[Any]]:

@@ -18,14 +18,17 @@ from umem.config import Residency
 from umem.errors import CoverageError, KeyMismatchError, ShapeMismatch
 from umem.planning.coverage import prove_coverage
 from umem.planning.keys import near_names, without
-from umem.planning.residency import as_mapped
-from umem.planning.targets import Target, Targets
+from umem.planning.residency import as_kept, as_mapped
+from umem.planning.targets import DISK, Target, Targets
 from umem.planning.views import View
 from umem.planning.writes import Adaptation, Conversion, Group, Route, Write
 
 __all__ = ["PLAN_SCHEMA_VERSION", "Forecast", "LoadPlan", "make_plan"]
 
 PLAN_SCHEMA_VERSION = 1
+
+#: Routes whose bytes stay where they are.
+_UNMOVED = (Route.MAPPED, Route.KEPT)
 
 #: A stack and a concatenation of a conversion hold its result twice beside its sources.
 _RESULTS_ALIVE = 2
@@ -38,9 +41,9 @@ class Forecast:
     Attributes
     ----------
     final_bytes
-        The final storage of the targets that this load allocates or fills.
-    allocated_bytes
-        The part of it that is not there yet.
+        The final storage of the targets that this load allocates or fills, on disk too.
+    allocated_bytes_by_place
+        The part of it, in memory, that is not there yet, by device and dtype.
     window_bytes
         The cap on everything else that is live; 0 where nothing is read because all targets stay mapped.
     scratch_bytes
@@ -50,14 +53,26 @@ class Forecast:
         Bytes read from the files.
     final_bytes_by_device
         `final_bytes`, by device.
+    offloaded_bytes
+        Bytes written to files, for targets on disk that are not stored as they are used.
     """
 
     final_bytes: int
-    allocated_bytes: int
+    allocated_bytes_by_place: Mapping[tuple[str, DType], int]
     window_bytes: int
     scratch_bytes: int
     read_bytes: int
     final_bytes_by_device: Mapping[str, int]
+    offloaded_bytes: int = 0
+
+    @property
+    def allocated_bytes(self) -> int:
+        """The part of the final storage, in memory, that is not there yet."""
+        return sum(self.allocated_bytes_by_place.values())
+
+    def allocated_bytes_on(self, device: str) -> int:
+        """The part of it that will live on `device`."""
+        return sum(count for (place, _), count in self.allocated_bytes_by_place.items() if place == device)
 
     @property
     def peak_bytes(self) -> int:
@@ -132,6 +147,7 @@ class LoadPlan(Displayed):
                 "peak_bytes": forecast.peak_bytes,
                 "read_bytes": forecast.read_bytes,
                 "final_bytes_by_device": dict(forecast.final_bytes_by_device),
+                "offloaded_bytes": forecast.offloaded_bytes,
             },
             "routes": [
                 {"route": str(route), "reason": reason, "read_bytes": count}
@@ -205,6 +221,7 @@ def make_plan(
     groups = _groups(writes, adaptation.conversions, targets)
     if residency == Residency.MAPPED:
         groups = as_mapped(groups, checkpoint, targets, live)
+    groups = as_kept(groups, checkpoint, targets)
     return LoadPlan(
         checkpoint=checkpoint,
         targets=targets,
@@ -288,6 +305,7 @@ def _cast_reason(stored: DType, final: DType) -> str:
 
 def _materialized_group(conversion: Conversion, targets: Targets) -> Group:
     final_bytes = sum(targets[name].nbytes for name in conversion.targets)
+    passing_bytes = sum(targets[name].nbytes for name in conversion.targets if targets[name].device == DISK)
     source_bytes = sum(entry.nbytes for entry in conversion.entries)
     return Group(
         name=conversion.name,
@@ -295,7 +313,7 @@ def _materialized_group(conversion: Conversion, targets: Targets) -> Group:
         reason=conversion.reason,
         entries=_in_file_order(conversion.entries),
         targets=conversion.targets,
-        scratch_bytes=source_bytes + (_RESULTS_ALIVE - 1) * final_bytes,
+        scratch_bytes=source_bytes + (_RESULTS_ALIVE - 1) * final_bytes + passing_bytes,
     )
 
 
@@ -304,20 +322,26 @@ def _in_file_order(entries: Iterable[Entry]) -> tuple[Entry, ...]:
 
 
 def _forecast(groups: Collection[Group], targets: Targets, window_bytes: int, live: Collection[str]) -> Forecast:
-    mapped = {targets[name].name for group in groups if group.route is Route.MAPPED for name in group.targets}
+    moved = [group for group in groups if group.route not in _UNMOVED]
+    unmoved = {targets[name].name for group in groups if group.route in _UNMOVED for name in group.targets}
     written = {targets[name].name for group in groups for name in group.targets}
-    moved = [group for group in groups if group.route is not Route.MAPPED]
+    on_disk = {name for name in written if targets[name].device == DISK}
     by_device: Counter[str] = Counter()
+    by_place: Counter[tuple[str, DType]] = Counter()
     for name in written:
-        by_device[targets[name].device] += targets[name].nbytes
+        target = targets[name]
+        by_device[target.device] += target.nbytes
+        if name not in live and name not in unmoved and name not in on_disk:
+            by_place[target.device, target.dtype] += target.nbytes
     final_bytes = by_device.total()
     return Forecast(
         final_bytes=final_bytes,
-        allocated_bytes=sum(targets[name].nbytes for name in written - mapped if name not in live),
+        allocated_bytes_by_place=dict(by_place),
         window_bytes=window_bytes if moved or not groups else 0,
         scratch_bytes=_scratch_bytes(groups),
         read_bytes=sum(group.read_bytes for group in moved),
         final_bytes_by_device=dict(by_device),
+        offloaded_bytes=sum(targets[name].nbytes for name in on_disk - unmoved),
     )
 
 

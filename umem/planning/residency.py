@@ -1,8 +1,9 @@
-"""Residency: whether the final tensors own their memory, or are the file's own pages, mapped.
+"""Residency: whether the final tensors own their memory, are the file's own pages, mapped, or stay in the file.
 
 A mapped model is there at once and takes no memory of its own: a page is read when it is first used, and the kernel may
 drop it again. It needs every tensor to be stored as it is used, on the processor. What is decided here is which are;
-the mapping itself is `strategies.mapped`.
+the mapping itself is `strategies.mapped`. A target on disk that is stored as it is used need not move at all: whoever
+uses it reads the checkpoint.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ from collections.abc import Collection, Iterable, Mapping
 from umem._types import format_bytes
 from umem.checkpoint.entries import Checkpoint
 from umem.errors import UnsupportedError
-from umem.planning.targets import Target, Targets
+from umem.planning.targets import DISK, Target, Targets
 from umem.planning.views import View
 from umem.planning.writes import Group, Route, Write
 
-__all__ = ["as_mapped"]
+__all__ = ["as_kept", "as_mapped"]
 
 _SHOWN = 3
 
@@ -40,6 +41,26 @@ def as_mapped(
     if obstacles:
         raise UnsupportedError(_refusal(obstacles, groups))
     return tuple(group._replace(route=Route.MAPPED, reason="the file's own pages") for group in groups)
+
+
+def as_kept(groups: Collection[Group], checkpoint: Checkpoint, targets: Targets) -> tuple[Group, ...]:
+    """The groups; those whose target on disk can be read from the checkpoint as it is are on the kept route."""
+    return tuple(
+        group._replace(route=Route.KEPT, reason="stays in the checkpoint's file")
+        if _stays_in_file(group, checkpoint, targets)
+        else group
+        for group in groups
+    )
+
+
+def _stays_in_file(group: Group, checkpoint: Checkpoint, targets: Targets) -> bool:
+    if group.route is not Route.DIRECT or len(group.writes) != 1:
+        return False
+    write = group.writes[0]
+    target = targets[write.target]
+    shard = checkpoint.shards[write.entry.shard]
+    can_be_opened = not shard.is_remote and shard.path.endswith(".safetensors")
+    return target.device == DISK and can_be_opened and _layout_obstacle(write, target) is None
 
 
 def _obstacle(group: Group, targets: Targets, live: Collection[str]) -> str | None:

@@ -13,7 +13,10 @@ from umem._types import DType
 from umem.errors import UnsupportedError
 from umem.planning.views import View
 
-__all__ = ["Target", "Targets", "targets_of_module"]
+__all__ = ["DISK", "Target", "Targets", "targets_of_module"]
+
+#: The place of a target that lies in a file and is read from there whenever it is used.
+DISK = "disk"
 
 
 class Target(NamedTuple):
@@ -26,7 +29,7 @@ class Target(NamedTuple):
     dtype, shape
         Its final dtype, and its shape in storage items.
     device
-        Where it will live, as torch writes it (`cpu`, `cuda:0`).
+        Where it will live, as torch writes it (`cpu`, `cuda:0`), or `disk`.
     is_buffer
         Whether it is a buffer rather than a parameter.
     aliases

@@ -18,6 +18,7 @@ class Route(StrEnum):
     STREAMING = "streaming"
     MATERIALIZED = "materialized"
     MAPPED = "mapped"
+    KEPT = "kept"
 
 
 class Factor(NamedTuple):

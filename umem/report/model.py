@@ -19,7 +19,7 @@ __all__ = ["PHASES", "REPORT_SCHEMA_VERSION", "LoadReport", "Peaks", "Stopwatch"
 REPORT_SCHEMA_VERSION = 1
 
 #: In the order in which a load goes through them.
-PHASES = ("open", "build", "plan", "allocate", "read", "convert", "install")
+PHASES = ("open", "build", "plan", "wait", "allocate", "read", "convert", "install")
 
 
 class Stopwatch:

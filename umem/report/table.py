@@ -7,13 +7,12 @@ from rich.table import Table
 from rich.text import Text
 
 from umem._types import format_bytes
-from umem.planning.budget import Budget
+from umem.machine import MachineSnapshot
+from umem.planning.budget import Allowance
 from umem.planning.plan import LoadPlan
-from umem.probes.memory import MemorySnapshot
-from umem.probes.platform import Platform
 from umem.report.model import PHASES, LoadReport
 
-__all__ = ["machine_table", "plan_table", "report_table"]
+__all__ = ["machine_table", "plan_table", "report_table", "verdict_table"]
 
 _SHOWN = 5
 
@@ -26,6 +25,8 @@ def plan_table(plan: LoadPlan) -> RenderableType:
     sizes.add_row("stored", f"{len(plan.checkpoint.entries)} tensors in {len(plan.checkpoint.shards)} files")
     for device, count in forecast.final_bytes_by_device.items():
         sizes.add_row(f"model on {device}", format_bytes(count))
+    if forecast.offloaded_bytes:
+        sizes.add_row("to write", f"{format_bytes(forecast.offloaded_bytes)} to the offload folder")
     sizes.add_row("window", format_bytes(forecast.window_bytes))
     if forecast.scratch_bytes:
         sizes.add_row("conversions", f"{format_bytes(forecast.scratch_bytes)} (estimate)")
@@ -65,23 +66,68 @@ def report_table(report: LoadReport) -> RenderableType:
     return Group(facts, _routes(report.plan))
 
 
-def machine_table(platform: Platform, memory: MemorySnapshot, budget: Budget) -> RenderableType:
+def machine_table(machine: MachineSnapshot) -> RenderableType:
     """What machine this is and what a load could take."""
+    platform, memory, budget = machine.platform, machine.memory, machine.budget
     facts = _facts()
     facts.add_row("machine", f"{platform.kind} ({platform.evidence})")
+    for doubt in platform.doubts:
+        facts.add_row("doubt", Text(doubt, style="yellow"))
     facts.add_row("device", platform.device)
     facts.add_row("memory", f"{format_bytes(memory.available_bytes)} of {format_bytes(memory.total_bytes)} available")
-    facts.add_row(
-        "swap", f"{format_bytes(memory.swap_free_bytes)} of {format_bytes(memory.swap_total_bytes)} free; never counted"
-    )
-    if memory.cgroup is not None:
-        limit = memory.cgroup
-        facts.add_row(
-            "control group", f"{format_bytes(limit.headroom_bytes)} of {format_bytes(limit.limit_bytes)} left"
-        )
-        facts.add_row("", limit.path)
-    facts.add_row("a load may take", f"{format_bytes(budget.available_bytes)} ({budget.source})")
+    cache, free = format_bytes(memory.file_cache_bytes), format_bytes(memory.free_bytes)
+    facts.add_row("", f"{free} free, {cache} of page cache")
+    if budget.large_blocks is not None:
+        blocks = budget.large_blocks
+        inside, size = format_bytes(blocks.in_blocks_bytes), format_bytes(blocks.block_bytes)
+        facts.add_row("", f"{inside} free in blocks of {size} and more")
+    if memory.huge_pages:
+        pool = f"{format_bytes(memory.huge_page_pool_bytes)} free in {memory.huge_pages} pages set aside"
+        facts.add_row("huge pages", f"{pool}; never counted")
+    swap = f"{format_bytes(memory.swap_free_bytes)} of {format_bytes(memory.swap_total_bytes)} free; never counted"
+    facts.add_row("swap", swap)
+    if memory.pressure_some_percent is not None:
+        facts.add_row("pressure", f"{memory.pressure_some_percent:.2f} % of the last 10 s stood still for memory")
+    group = memory.cgroup
+    if group is not None:
+        left, limit = format_bytes(group.headroom_bytes), format_bytes(group.limit_bytes)
+        facts.add_row("control group", f"{left} of {limit} left")
+        facts.add_row("", group.path)
+    for remark in machine.device_memory.remarks:
+        facts.add_row("device", Text(remark, style="yellow"))
+    if machine.others:
+        claimed = format_bytes(sum(claim.memory_bytes for claim in machine.others))
+        facts.add_row("other loads", f"{sum(claim.loads for claim in machine.others)}, which will take {claimed} more")
+    facts.add_row("a load may take", _words(budget.tightest))
+    if budget.device is not None:
+        facts.add_row("and beside it", _words(budget.tightest_in_memory))
+    reading = machine.reading
+    facts.add_row("files", f"read by {reading.reader} when not cached; page cache: {reading.page_cache}")
     return facts
+
+
+def verdict_table(plan: LoadPlan, machine: MachineSnapshot) -> RenderableType:
+    """Whether a plan fits a machine, in short."""
+    budget = machine.budget
+    needs = budget.needs_of(plan)
+    facts = _facts()
+    facts.add_row("machine", f"{machine.platform.kind} ({machine.platform.evidence})")
+    needed = needs.memory_bytes if budget.device is None else needs.device_bytes
+    facts.add_row("a load may take", _words(budget.tightest))
+    if budget.device is not None:
+        facts.add_row(
+            "and beside it", f"{_words(budget.tightest_in_memory)}; {format_bytes(needs.memory_bytes)} needed"
+        )
+    fits = budget.shortfall_of(needs) is None
+    verdict = Text("it fits" if fits else "it does not fit", style="bold green" if fits else "bold red")
+    facts.add_row("needed", Text.assemble(f"{format_bytes(needed)}: ", verdict))
+    return facts
+
+
+def _words(allowance: Allowance | None) -> str:
+    if allowance is None:
+        return "? (the machine does not tell)"
+    return f"{format_bytes(allowance.available_bytes)} ({allowance.source})"
 
 
 def _facts() -> Table:

@@ -19,10 +19,11 @@ from typing import NamedTuple
 import torch
 
 from umem.checkpoint.entries import Entry
+from umem.checkpoint.offload import OffloadFile
 from umem.checkpoint.pagecache import CachePolicy, DropBehind, cached_ranges
 from umem.checkpoint.readers import Reader
 from umem.planning.plan import LoadPlan
-from umem.planning.targets import Target
+from umem.planning.targets import DISK, Target
 from umem.planning.views import View
 from umem.planning.writes import Group, Route, Write
 from umem.strategies.base import Converter, GroupStrategy
@@ -31,7 +32,7 @@ from umem.strategies.copiers import Copier, RingShape, open_copier, ring_shape
 from umem.strategies.delivery import Delivery
 from umem.strategies.mapped import MappedShards
 from umem.strategies.registry import group_strategy, is_block_route, is_group_route
-from umem.strategies.storage import Destination, allocate, destination_of, has_own_pages, huge_pages_pay
+from umem.strategies.storage import Destination, allocate, destination_of, has_own_pages, huge_pages_pay, in_file
 from umem.strategies.window import Window
 from umem.strategies.worker import Feeder, Job, Worker
 
@@ -41,12 +42,16 @@ _TICK_S = 0.1
 
 
 class Progress(NamedTuple):
-    """How far a load is: bytes read, of how many, since when, and the bytes live in the window."""
+    """How far a load is: bytes read, of how many, since when, and the bytes live in the window.
+
+    `waiting` says what a load waits for before it reads anything; it is empty from then on.
+    """
 
     read_bytes: int
     total_bytes: int
     elapsed_s: float
     window_bytes: int
+    waiting: str = ""
 
 
 @dataclass(slots=True)
@@ -99,6 +104,8 @@ class Execution:
         Runs the materialized groups' conversions; needed only where the plan has any.
     progress
         Called about ten times a second, from the calling thread.
+    offload
+        The file that holds targets on disk which groups with writes fill; needed only where the plan has any.
     """
 
     window_bytes: int
@@ -108,6 +115,7 @@ class Execution:
     cache_policy: CachePolicy = CachePolicy.RESTORE
     convert: Converter | None = None
     progress: Callable[[Progress], None] | None = None
+    offload: OffloadFile | None = None
 
 
 def execute(
@@ -145,7 +153,8 @@ def execute(
         run.destinations.clear()  # a kept traceback must not keep the model's memory
         outcome.tensors.clear()
         raise
-    outcome.tensors.update({name: destination.tensor for name, destination in run.destinations.items()})
+    in_memory = (name for name in run.destinations if plan.targets[name].device != DISK)
+    outcome.tensors.update({name: run.destinations[name].tensor for name in in_memory})
     outcome.window_peak_bytes = run.window.peak_bytes
     return outcome
 
@@ -173,12 +182,20 @@ class _Run:
         self.outcome.huge_pages = huge_pages_pay(sum(target.nbytes for target in fresh if target.device == "cpu"))
         residues = self._residues()
         for target in fresh:
+            if target.device == DISK:
+                self.destinations[target.name] = self._in_file(target)
+                continue
             tensor = allocate(target, huge_pages=self.outcome.huge_pages, residue=residues.get(target.name, 0))
             self.destinations[target.name] = destination_of(target, tensor)
         self._map()
         for name, tensor in live.items():
             self.destinations[name] = destination_of(self.plan.targets[name], tensor)
         self.outcome.seconds["allocate"] = time.perf_counter() - started_s
+
+    def _in_file(self, target: Target) -> Destination:
+        if self.execution.offload is None:
+            raise ValueError(f"the plan puts {target.name} on disk, but no file for it was given")
+        return in_file(target, self.execution.offload.memory, self.execution.offload.start_of(target.name))
 
     def _map(self) -> None:
         """Give the targets of the mapped route their pages of the files."""
@@ -211,7 +228,7 @@ class _Run:
         needed: dict[str, dict[str, Entry]] = {}
         for write in (write for group in self.plan.groups for write in group.writes):
             if write.factor is not None:
-                device = self.plan.targets[write.target].device
+                device = self.destinations[self.plan.targets[write.target].name].target.device
                 needed.setdefault(device, {})[write.factor.entry.name] = write.factor.entry
         for device, entries in needed.items():
             for name, tensor in self._read_whole(tuple(entries.values()), device).items():
@@ -314,7 +331,7 @@ class _Run:
             evictions=evictions,
             window=window,
             block_bytes=block_bytes,
-            block_cost=copier.carrier_bytes + (block_bytes if self._holds_copies else 0),
+            block_cost=copier.carrier_bytes + self._copies * block_bytes,
             touched=self.outcome.touched.update,
             done=self.block_done,
         )
@@ -325,7 +342,7 @@ class _Run:
             block_bytes=self.execution.block_bytes,
             threads=self._threads,
             devices=devices,
-            reads_hold_copies=self._holds_copies,
+            reads_hold_copies=self._copies > 0,
         )
 
     def _workers(self, blocks: int, block_cost: int) -> int:
@@ -338,8 +355,9 @@ class _Run:
         return self.execution.threads or max((reader.usual_threads for reader in self.execution.readers), default=1)
 
     @property
-    def _holds_copies(self) -> bool:
-        return any(reader.holds_copy for reader in self.execution.readers)
+    def _copies(self) -> int:
+        """How many more times a block in flight is held: by its reader, and as pages of the offload file."""
+        return any(reader.holds_copy for reader in self.execution.readers) + (self.execution.offload is not None)
 
     def _wait_for(self, workers: list[Worker], feeder: Feeder, window: Window) -> None:
         with ThreadPoolExecutor(len(workers), thread_name_prefix="umem-read") as pool:
@@ -364,7 +382,9 @@ class _Run:
             self.execution.progress(Progress(self._read_bytes, total, elapsed_s, self.window.live_bytes))
 
     def block_done(self, count: int, read_s: float, deliver_s: float) -> None:
-        """A worker has read and delivered `count` bytes."""
+        """A worker has read and delivered `count` bytes, which it still holds in the window."""
+        if self.execution.offload is not None:
+            self.execution.offload.settle()
         with self._lock:
             self._read_bytes += count
             self.outcome.thread_seconds["read"] += read_s

@@ -1,7 +1,7 @@
 """Final storage: where a target's elements will live, allocated without being written and freed when its tensor dies.
 
 On the processor large targets get pages of their own (anonymous memory), so that each is returned to the system by
-itself; small ones come from torch's allocator. Devices get torch's memory.
+itself; small ones come from torch's allocator. Devices get torch's memory; on disk it is a part of a mapped file.
 """
 
 from __future__ import annotations
@@ -19,7 +19,16 @@ from umem.planning.targets import Target
 from umem.planning.views import View, carried, contiguous_strides
 from umem.probes.memory import free_in_blocks_of, is_virtual_machine
 
-__all__ = ["Destination", "allocate", "destination_of", "has_own_pages", "huge_pages_pay", "raw_dtype", "torch_dtype"]
+__all__ = [
+    "Destination",
+    "allocate",
+    "destination_of",
+    "has_own_pages",
+    "huge_pages_pay",
+    "in_file",
+    "raw_dtype",
+    "torch_dtype",
+]
 
 _OWN_PAGES_BYTES = 1 << 20
 _HUGE_PAGE_BYTES = 2 << 20
@@ -106,6 +115,19 @@ def destination_of(target: Target, tensor: torch.Tensor) -> Destination:
         return Destination(target, tensor, None)
     count = tensor.numel() * tensor.element_size()
     return Destination(target, tensor, memoryview((ctypes.c_char * count).from_address(tensor.data_ptr())).cast("B"))
+
+
+def in_file(target: Target, memory: mmap.mmap, start: int) -> Destination:
+    """The destination for `target` in a mapped file, from byte `start`: the processor writes it.
+
+    Readers do not read into it, since a file that is read past the page cache cannot be read into another's pages
+    everywhere: what goes there is staged.
+    """
+    dtype, target = torch_dtype(target.dtype), target._replace(device="cpu")
+    if not target.nbytes:
+        return Destination(target, torch.empty(target.shape, dtype=dtype), None)
+    items = torch.frombuffer(memory, dtype=dtype, count=target.items, offset=start)
+    return Destination(target, items.view(target.shape), None)
 
 
 def huge_pages_pay(total_bytes: int) -> bool | None:

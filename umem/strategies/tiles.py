@@ -12,6 +12,8 @@ from collections.abc import Iterator
 
 import torch
 
+from umem.checkpoint.first_touch import fault_in
+
 __all__ = ["TILE_BYTES", "copy_view"]
 
 #: What a call holds besides the two views: a strip of a tile's size, packed, and the tile.
@@ -26,6 +28,7 @@ _LEAST_COLUMNS = 32
 
 def copy_view(into: torch.Tensor, items: torch.Tensor) -> None:
     """`into.copy_(items)`, for views of one shape."""
+    _fault_in(into)
     axes = _plane(into, items)
     if axes is None:
         into.copy_(items)
@@ -36,6 +39,13 @@ def copy_view(into: torch.Tensor, items: torch.Tensor) -> None:
     tile = torch.empty(_STRIP_BYTES // items.element_size(), dtype=items.dtype)
     for target, source in _planes(into.permute(order), items.permute(order)):
         _transpose(target, source, tile)
+
+
+def _fault_in(view: torch.Tensor) -> None:
+    """Have pages found for a view of the processor's memory that fills most of where it lies."""
+    reach = 1 + sum((size - 1) * stride for size, stride in zip(view.shape, view.stride(), strict=True))
+    if view.device.type == "cpu" and reach <= 2 * view.numel():
+        fault_in(view.data_ptr(), reach * view.element_size())
 
 
 def _plane(into: torch.Tensor, items: torch.Tensor) -> tuple[int, int] | None:

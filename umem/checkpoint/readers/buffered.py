@@ -11,7 +11,8 @@ import os
 from collections.abc import Sequence
 
 from umem.checkpoint.entries import Shard
-from umem.checkpoint.readers.base import COPYING_THREADS, cause_of, ended_early, open_shard, read_failed
+from umem.checkpoint.first_touch import fault_in
+from umem.checkpoint.readers.base import COPYING_THREADS, address_of, cause_of, ended_early, open_shard, read_failed
 from umem.errors import CheckpointError
 
 __all__ = ["BufferedReader", "DontCacheReader"]
@@ -79,6 +80,8 @@ class _Handle:
 
     def fill(self, offset: int, buffers: Sequence[memoryview]) -> None:
         waiting = [buffer for buffer in buffers if buffer.nbytes]
+        for buffer in waiting:
+            fault_in(address_of(buffer), buffer.nbytes)
         first = 0
         while first < len(waiting):
             count = self._read(offset, waiting[first : first + _MOST_BUFFERS])

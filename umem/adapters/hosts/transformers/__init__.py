@@ -25,6 +25,7 @@ except ImportError as error:
     raise MissingDependencyError("loading a model needs transformers 5: pip install 'umem[transformers]'") from error
 
 from umem.adapters.hosts.transformers.loading import TransformersLoad
+from umem.adapters.hosts.transformers.placement import Placement
 from umem.adapters.hosts.transformers.seam import LoadStep, replaced_loading
 
 __all__ = ["load_model", "plan_model"]
@@ -61,13 +62,25 @@ def load_model(
     allow_missing: Sequence[str],
     allow_unexpected: Sequence[str],
     model_class: Any = None,
+    offload: Any = None,
+    offload_folder: Any = None,
+    device_map: Any = None,
     **settings: Any,
 ) -> Any:
-    """The model of the checkpoint, loaded. `model_class` is a model or Auto class; None takes what the config names."""
+    """The model of the checkpoint, loaded. `model_class` is a model or Auto class; None takes what the config names.
+
+    `offload`, `offload_folder` and `device_map` are as for `umem.load`.
+    """
+    placement = Placement.of(offload, offload_folder, device_map)
+    where = placement.settings(session)
     path_or_id = plain_path(path_or_id)
     checkpoint = _opened(session, path_or_id, settings)
-    job = TransformersLoad(session, checkpoint, allow_missing, allow_unexpected)
-    model = _from_pretrained(session, path_or_id, checkpoint, job.run, dtype, model_class, settings)
+    job = TransformersLoad(session, checkpoint, allow_missing, allow_unexpected, placement)
+    try:
+        model = _from_pretrained(session, path_or_id, checkpoint, job.run, dtype, model_class, settings | where)
+    except BaseException:
+        job.discard()
+        raise
     if not job.finished:
         raise UnsupportedError(f"{path_or_id}: the library did not come to load these weights, but others")
     if is_url(path_or_id):
@@ -83,18 +96,23 @@ def plan_model(
     allow_missing: Sequence[str],
     allow_unexpected: Sequence[str],
     model_class: Any = None,
+    offload: Any = None,
+    offload_folder: Any = None,
+    device_map: Any = None,
     **settings: Any,
 ) -> LoadPlan:
     """The plan of the same load. The library runs up to its weight-loading step, with the model on the meta device."""
+    placement = Placement.of(offload, offload_folder, device_map)
+    where = placement.settings(session)
     path_or_id = plain_path(path_or_id)
     checkpoint = _opened(session, path_or_id, settings)
-    job = TransformersLoad(session, checkpoint, allow_missing, allow_unexpected)
+    job = TransformersLoad(session, checkpoint, allow_missing, allow_unexpected, placement)
 
     def stop_with_plan(model: Any, load_config: Any) -> Any:
         raise _PlannedError(job.plan(model, load_config))
 
     try:
-        _from_pretrained(session, path_or_id, checkpoint, stop_with_plan, dtype, model_class, settings)
+        _from_pretrained(session, path_or_id, checkpoint, stop_with_plan, dtype, model_class, settings | where)
     except _PlannedError as planned:
         return planned.plan
     raise UnsupportedError(f"{path_or_id}: the library did not come to load any weights")
@@ -122,15 +140,12 @@ def _from_pretrained(
     model_class: Any,
     settings: dict[str, Any],
 ) -> Any:
-    device = session.platform.device
     files = [shard.path for shard in checkpoint.shards]
     with session.phase("build"), _build_files(path_or_id, settings) as source, replaced_loading(source, files, step):
         chosen = model_class or _class_of(source, settings)
         if dtype == "auto" and is_url(path_or_id):
             dtype = _dtype_of(source, checkpoint)
-        return chosen.from_pretrained(
-            source, dtype=dtype, device_map=None if device == "cpu" else {"": device}, **settings
-        )
+        return chosen.from_pretrained(source, dtype=dtype, **settings)
 
 
 @contextlib.contextmanager

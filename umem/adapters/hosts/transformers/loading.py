@@ -11,9 +11,12 @@ from transformers.utils.loading_report import LoadStateDictInfo
 
 from umem.adapters.hosts.transformers.converters import Slot
 from umem.adapters.hosts.transformers.mapping import CompiledMapping, compile_mapping
+from umem.adapters.hosts.transformers.offload import DiskOffload, OffloadIndex
+from umem.adapters.hosts.transformers.placement import Placement
 from umem.checkpoint import Checkpoint, Entry
 from umem.errors import IncompleteConversionError, KeyMismatchError, ShapeMismatch
 from umem.planning import LoadPlan, make_plan
+from umem.planning.targets import DISK
 from umem.session import LoadSession
 
 __all__ = ["TransformersLoad"]
@@ -28,17 +31,22 @@ class TransformersLoad:
         checkpoint: Checkpoint,
         allow_missing: Sequence[str],
         allow_unexpected: Sequence[str],
+        placement: Placement,
     ) -> None:
         self._session, self._checkpoint = session, checkpoint
         self._allow_missing, self._allow_unexpected = allow_missing, allow_unexpected
+        self._placement = placement
+        self._offload: DiskOffload | None = None
         self._compiled: CompiledMapping | None = None
         self.finished = False
 
     def plan(self, model: Any, load_config: Any) -> LoadPlan:
         """The plan for `model`, which is on the meta device."""
         with self._session.planning():
-            self._compiled = compile_mapping(model, self._checkpoint, load_config)
-            return make_plan(
+            self._placement.check(model, load_config, self._session)
+            main_device = self._session.platform.device
+            self._compiled = compile_mapping(model, self._checkpoint, load_config, main_device)
+            plan = make_plan(
                 self._checkpoint,
                 self._compiled.targets,
                 self._compiled.adaptation,
@@ -47,24 +55,34 @@ class TransformersLoad:
                 allow_unexpected=self._allow_unexpected,
                 residency=self._session.config.residency,
             )
+            self._placement.check_plan(plan, model)
+            return plan
 
-    def run(self, model: Any, load_config: Any) -> LoadStateDictInfo:
-        """Plan, load, install; what the library then learns is which parameters are still missing."""
+    def run(self, model: Any, load_config: Any) -> tuple[LoadStateDictInfo, OffloadIndex | None]:
+        """Plan, load, install; the library then learns which parameters are still missing, and which are on disk."""
         plan = self.plan(model, load_config)
+        offload = self._offload = DiskOffload(plan, self._placement.offload_folder)
         info = LoadStateDictInfo(set(model.state_dict()), set(), set(), [], {}, set())
 
         def convert(name: str, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
             return self._converted(self._mapping.materialized[name], tensors, model, load_config, info)
 
-        tensors = self._session.run(plan, convert=convert)
+        tensors = self._session.run(plan, convert=convert, offload=offload.file)
         with self._session.phase("install"):
+            offload.finish(model.all_tied_weights_keys)
             self._install(model, tensors, load_config, info)
+        info.missing_keys.difference_update(offload.index)
         info.unexpected_keys.update(self._mapping.unexpected_names)
         self.finished = True
         model._weight_conversions = [
             transform for transform in load_config.weight_mapping or [] if transform.was_used()
         ]
-        return info
+        return info, offload.index if offload else None
+
+    def discard(self) -> None:
+        """Remove what the load wrote; for loads that fail."""
+        if self._offload is not None:
+            self._offload.discard()
 
     @property
     def _mapping(self) -> CompiledMapping:
@@ -82,7 +100,7 @@ class TransformersLoad:
     ) -> Mapping[str, torch.Tensor]:
         """What the library's own code makes of whole tensors."""
         device = self._mapping.targets[slot.name].device
-        if getattr(slot.transform, "force_cpu", False):
+        if device == DISK or getattr(slot.transform, "force_cpu", False):
             device = "cpu"
 
         def cast(entry: Entry, dtype: torch.dtype | None) -> torch.Tensor:
@@ -96,13 +114,21 @@ class TransformersLoad:
         except library.SkipParameters as error:
             message = info.conversion_errors.get(slot.name, "it failed").strip().splitlines()[-1]
             raise IncompleteConversionError(message, conversion=slot.name, targets=[slot.name]) from error
-        return {name: result[0] if isinstance(result, list) else result for name, result in results.items()}
+        whole = {name: result[0] if isinstance(result, list) else result for name, result in results.items()}
+        return {name: self._placed(name, tensor) for name, tensor in whole.items()}
+
+    def _placed(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if self._offload is not None and name in self._offload:
+            return self._offload.store(name, tensor)
+        return tensor
 
     def _install(
         self, model: Any, tensors: Mapping[str, torch.Tensor], load_config: Any, info: LoadStateDictInfo
     ) -> None:
         targets = self._mapping.targets
         for name, tensor in tensors.items():
+            if tensor.is_meta:  # on disk, where the module's own parameter is a likeness already
+                continue
             value = tensor
             target = targets.get(name)
             if target is not None and not target.is_buffer and not isinstance(tensor, torch.nn.Parameter):

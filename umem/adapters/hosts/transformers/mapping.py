@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from transformers import core_model_loading as library
-from transformers.integrations.accelerate import get_device
 from transformers.utils.loading_report import LoadStateDictInfo
 
 from umem._types import DType
@@ -24,11 +23,12 @@ from umem.adapters.hosts.transformers.converters import (
     Slot,
     orientation_is_open,
 )
+from umem.adapters.hosts.transformers.placement import DeviceMap
 from umem.adapters.hosts.transformers.renaming import Renamer, in_library_order
 from umem.adapters.layout import Layout, NotALayoutError, stored
 from umem.checkpoint.entries import Checkpoint, Entry
 from umem.errors import UnsupportedError
-from umem.planning.targets import Targets, targets_of_module
+from umem.planning.targets import DISK, Targets, targets_of_module
 from umem.planning.writes import Adaptation, Conversion
 from umem.strategies.storage import torch_dtype
 
@@ -45,27 +45,31 @@ class CompiledMapping:
     unexpected_names: frozenset[str]
 
 
-def compile_mapping(model: Any, checkpoint: Checkpoint, load_config: Any) -> CompiledMapping:
+def compile_mapping(model: Any, checkpoint: Checkpoint, load_config: Any, main_device: str) -> CompiledMapping:
     """Find what fills each parameter of `model`, which is on the meta device.
 
     Parameters
     ----------
     load_config
         The library's `LoadStateDictConfig`.
+    main_device
+        The device that computes.
 
     Raises
     ------
     UnsupportedError
-        The model is to be distributed or offloaded to disk.
+        The model is to be distributed.
     """
-    if load_config.device_mesh is not None or "disk" in (load_config.device_map or {}).values():
-        raise UnsupportedError("umem does not yet load distributed models (device_mesh) or offload to disk")
-    return _Compiler(model, checkpoint, load_config).compile()
+    if load_config.device_mesh is not None:
+        raise UnsupportedError("umem does not yet load distributed models (device_mesh)")
+    return _Compiler(model, checkpoint, load_config, main_device).compile()
 
 
 class _Compiler:
-    def __init__(self, model: Any, checkpoint: Checkpoint, load_config: Any) -> None:
+    def __init__(self, model: Any, checkpoint: Checkpoint, load_config: Any, main_device: str) -> None:
         self.model, self.checkpoint, self.load_config = model, checkpoint, load_config
+        self._devices = DeviceMap(load_config.device_map or {"": "cpu"}, main_device)
+        self._stay_in_memory = set() if load_config.offload_buffers else {name for name, _ in model.named_buffers()}
         self.parameters: dict[str, torch.Tensor] = model.state_dict()
         self.dtypes: dict[str, DType] = {}
         self.adaptation = Adaptation([], [], [], [])
@@ -175,11 +179,8 @@ class _Compiler:
         return rule
 
     def _device(self, name: str) -> str:
-        device_map = self.load_config.device_map
-        if device_map is None:
-            return "cpu"
-        device = device_map[""] if list(device_map) == [""] else get_device(device_map, name, valid_torch_device=True)
-        return str(torch.device(device))
+        device = self._devices.device_of(name) or "cpu"
+        return "cpu" if device == DISK and name in self._stay_in_memory else device
 
     # --- tensors -----------------------------------------------------------------------------------------------------
 

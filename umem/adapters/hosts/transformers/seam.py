@@ -21,8 +21,8 @@ from umem.errors import UnsupportedError
 __all__ = ["LoadStep", "replaced_loading"]
 
 #: Given the model on the meta device and the library's `LoadStateDictConfig`, fills the model and gives what the
-#: library expects of this step: a `LoadStateDictInfo`.
-LoadStep = Callable[[modeling_utils.PreTrainedModel, Any], Any]
+#: library expects of this step: a `LoadStateDictInfo`, and where to find the weights that are on disk, or None.
+LoadStep = Callable[[modeling_utils.PreTrainedModel, Any], tuple[Any, Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,4 +80,4 @@ def _load_by_request(
         raise UnsupportedError(
             f"{type(model).__name__} wants weights from further files, {extra}, which umem does not load"
         )
-    return request.step(model, load_config), None
+    return request.step(model, load_config)

@@ -1,0 +1,83 @@
+"""Other processes and the memory they hold, for the refusal of a load. Slow beside a memory sample: ask only then."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from umem.errors import ProcessMemory
+from umem.probes.kernel_files import CounterFile
+
+__all__ = ["biggest_processes", "device_processes", "processes_in_group"]
+
+_LEAST_BYTES = 64 << 20
+
+
+def biggest_processes(count: int = 10, *, proc: Path = Path("/proc")) -> tuple[ProcessMemory, ...]:
+    """The processes besides this one that would free most of the system's memory, largest first.
+
+    What counts is anonymous and shared memory, which is where pinned memory is too; files would stay as page cache.
+    Processes that may not be looked at are left out, and so are those below 64 MiB.
+    """
+    found = [_memory(process, proc) for process in psutil.process_iter(["pid", "name"])]
+    large = [process for process in found if process.nbytes >= _LEAST_BYTES and process.pid != os.getpid()]
+    return tuple(sorted(large, key=lambda process: -process.nbytes)[:count])
+
+
+def _memory(process: psutil.Process, proc: Path) -> ProcessMemory:
+    file = CounterFile(proc / str(process.pid) / "status", ("RssAnon", "RssShmem"))
+    nbytes = sum(file.values().values()) * 1024
+    file.close()
+    return ProcessMemory(process.pid, process.info["name"] or "?", nbytes)
+
+
+def processes_in_group(*, proc: Path = Path("/proc")) -> frozenset[int]:
+    """The processes in this process's control groups, by number."""
+    own = _membership(proc / "self")
+    pids = (int(name) for name in os.listdir(proc) if name.isdigit()) if own else ()
+    return frozenset(pid for pid in pids if _membership(proc / str(pid)) == own)
+
+
+def _membership(directory: Path) -> str | None:
+    try:
+        return (directory / "cgroup").read_text()
+    except OSError:
+        return None
+
+
+def device_processes(bus_id: str | None, load: Callable[[str], Any] = import_module) -> tuple[ProcessMemory, ...]:
+    """The processes besides this one that hold memory of the device at that place, as NVML knows them, largest first.
+
+    NVML gives this also where it refuses to tell the device's memory, as on GB10.
+    """
+    if bus_id is None:
+        return ()
+    try:
+        nvml = load("pynvml")
+        nvml.nvmlInit()
+    except Exception:  # noqa: BLE001 - without NVML nothing is known, which is no reason to fail
+        return ()
+    try:
+        running = nvml.nvmlDeviceGetComputeRunningProcesses(nvml.nvmlDeviceGetHandleByPciBusId(bus_id))
+    except nvml.NVMLError:
+        return ()
+    finally:
+        nvml.nvmlShutdown()
+    found = [
+        ProcessMemory(int(process.pid), _name(int(process.pid)), int(process.usedGpuMemory or 0))
+        for process in running
+        if int(process.pid) != os.getpid()
+    ]
+    return tuple(sorted(found, key=lambda process: -process.nbytes))
+
+
+def _name(pid: int) -> str:
+    try:
+        return str(psutil.Process(pid).name())
+    except psutil.Error:
+        return "?"
