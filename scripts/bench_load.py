@@ -10,7 +10,7 @@ Peers that are not installed are left out. All of them, beside umem[transformers
     tensorizer==2.12.1 redis hiredis libnacl protobuf boto3 botocore jmespath s3transfer python-dateutil six urllib3
 
 For example
-  python scripts/sample_checkpoint.py dense --layers 33 --experts 0       # 4 GiB; --layers 10 --experts 128: MoE
+  python scripts/sample_checkpoint.py dense --kind dense --size 4GiB      # --kind moe --size 4GiB --experts 128: MoE
   python scripts/bench_load.py dense moe --save scripts/results/bench_4gib_2core_202611
   python scripts/bench_load.py dense --only umem,safetensors --caches cold --rounds 9
   python scripts/bench_load.py moe --smallest-memory --only umem,transformers
@@ -33,31 +33,27 @@ from statistics import mean
 from typing import Any, NamedTuple
 
 import load_tables
-from end_state import MappedFiles, digest, tensors_of
-from loaders import LOADERS, Loader, convert, files_of, import_model_code
-from measuring import (
-    CACHES,
-    CheckedRun,
-    Facts,
-    RunFailedError,
-    installed_version,
-    machine,
-    measured,
-    request_of_child,
-    run_checked,
-    run_fresh,
-    shards_of,
-    turned,
-)
+from end_state import MappedFiles
+from loaders import LOADERS, Loader, convert, files_of
 from raw_reads import CONFIGURATIONS, RawRead, prepared_raw
 from smallest_memory import smallest_memory
 
 from umem._types import format_bytes, parse_bytes
 from umem.checkpoint import open_checkpoint
+from umem.errors import RunFailedError
+from umem.measurement.baselines import import_model_code
+from umem.measurement.digest import digest, tensors_of
+from umem.measurement.fresh import CheckedRun, Facts, run_checked, run_fresh, turned
+from umem.measurement.meter import measured, request_of_child
+from umem.measurement.page_cache import CACHES, shards_of
+from umem.measurement.provenance import installed_version, machine
 
 PACKAGES = ("torch", "transformers", "safetensors", "numpy")
 TRIAL_BYTES = 512 << 20
 _TRIALS, _KEPT = 2, 3
+
+#: By checkpoint, cache and entrant.
+Series = dict[tuple[str, str, str], dict[str, Any]]
 _EXPERT = re.compile(r"\.experts\.\d+\.")  # in the name of a tensor of one expert
 
 
@@ -110,11 +106,11 @@ class Entrant(NamedTuple):
         """One run in a fresh process; `limits` are those of `run_fresh`."""
         if self.loader is None:
             read = {"raw": raw_facts(self.raw), "checkpoint": str(checkpoint)}
-            return run_checked(__file__, read, files=shards_of(checkpoint), cache=cache)
+            return run_checked([__file__], read, files=shards_of(checkpoint), cache=cache)
         request = {"loader": self.name, "checkpoint": str(checkpoint), "digest": with_digest}
         files = files_of(self.loader, checkpoint, converted)
         environment = self.loader.environment
-        return run_checked(__file__, request, files=files, cache=cache, environment=environment, **limits)
+        return run_checked([__file__], request, files=files, cache=cache, environment=environment, **limits)
 
 
 def raw_facts(read: RawRead | None) -> dict[str, Any]:
@@ -134,7 +130,7 @@ def measure(
     """All rounds, as JSON values."""
     left_out: dict[str, str] = {}
     able = able_loaders(loaders, checkpoints, converted, left_out)
-    series: dict[tuple[str, str, str], dict[str, Any]] = {}
+    series: Series = {}
     entrants: dict[str, list[Entrant]] = {}
     for cache in caches:
         raw = best_raw_reads(max(checkpoints, key=size_of), cache, configurations)
@@ -142,15 +138,28 @@ def measure(
         plain = [Entrant(read.label + (" touched" if read.touched else ""), raw=read) for read in reads]
         entrants[cache] = [*(Entrant(loader.name, loader) for loader in able), *plain]
     for number in range(rounds):
-        for cache in turned(caches, number):
-            for checkpoint in turned(checkpoints, number):
-                for entrant in turned(entrants[cache], number):
-                    if f"{entrant.name} on {checkpoint.name}" not in left_out:
-                        key = (checkpoint.name, cache, entrant.name)
-                        mine = series.setdefault(key, new_series(key, entrant))
-                        run_of_round(mine, entrant, checkpoint, converted_of(checkpoint, converted), number, left_out)
+        play_round(number, checkpoints, entrants, series, left_out, converted=converted)
     result = header(checkpoints, able, rounds, left_out) | {"series": list(series.values())}
     return result | {"rows": load_tables.rows(result), "equal": load_tables.equal(result)}
+
+
+def play_round(
+    number: int,
+    checkpoints: Sequence[Path],
+    entrants: Mapping[str, Sequence[Entrant]],
+    series: Series,
+    left_out: dict[str, str],
+    *,
+    converted: Path | None = None,
+) -> None:
+    """One run more of each entrant, by cache, on each checkpoint; `series` and `left_out` take what comes of it."""
+    for cache in turned(list(entrants), number):
+        for checkpoint in turned(checkpoints, number):
+            for entrant in turned(entrants[cache], number):
+                if f"{entrant.name} on {checkpoint.name}" not in left_out:
+                    key = (checkpoint.name, cache, entrant.name)
+                    mine = series.setdefault(key, new_series(key, entrant))
+                    run_of_round(mine, entrant, checkpoint, converted_of(checkpoint, converted), number, left_out)
 
 
 def header(
@@ -216,7 +225,7 @@ def best_raw_reads(checkpoint: Path, cache: str, configurations: Sequence[RawRea
         for read in turned(configurations, number):
             request = {"raw": raw_facts(read), "most_bytes": TRIAL_BYTES}
             try:
-                facts, _ = run_checked(__file__, request, files=files, cache=cache)
+                facts, _ = run_checked([__file__], request, files=files, cache=cache)
             except RunFailedError as error:  # some file systems refuse O_DIRECT
                 say(f"plain read {read.label}: {error}")
                 continue
@@ -269,7 +278,7 @@ def write_converted(checkpoint: Path, destination: Path) -> None:
         return
     destination.parent.mkdir(parents=True, exist_ok=True)
     say(f"converting {checkpoint.name} to {destination}")
-    run_fresh(__file__, {"checkpoint": str(checkpoint), "convert_to": str(destination)})
+    run_fresh([__file__], {"checkpoint": str(checkpoint), "convert_to": str(destination)})
 
 
 def converted_of(checkpoint: Path, converted: Path | None) -> Path:
@@ -346,8 +355,8 @@ def check_checkpoints(parser: argparse.ArgumentParser, checkpoints: Sequence[Pat
         if not shards_of(path):
             parser.error(
                 f"{path}: there is no checkpoint of safetensors files. Write one of 4 GiB: python "
-                f"scripts/sample_checkpoint.py {path} --layers 33 --experts 0 (dense), or with --layers 10 --experts "
-                "128 (a mixture of experts)"
+                f"scripts/sample_checkpoint.py {path} --kind dense --size 4GiB, or with --kind moe (a mixture of "
+                "experts) or --kind fp8"
             )
     if len({path.name for path in checkpoints}) < len(checkpoints):
         parser.error("the checkpoints' directories must have different names")

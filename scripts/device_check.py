@@ -26,8 +26,12 @@ from statistics import median
 from typing import Any
 from xml.etree import ElementTree as ET
 
-from end_state import digest
-from measuring import RunFailedError, machine, measured, prepare_cache, request_of_child, run_fresh, shards_of, turned
+from umem.errors import RunFailedError
+from umem.measurement.digest import digest
+from umem.measurement.fresh import run_fresh, turned
+from umem.measurement.meter import measured, request_of_child
+from umem.measurement.page_cache import prepare_cache, shards_of
+from umem.measurement.provenance import machine
 
 NO_GPU = 3
 DEVICE = "cuda:0"
@@ -221,7 +225,7 @@ def run(loader: str, checkpoint: Path, limit_s: float) -> dict[str, Any]:
     """One load in a fresh process."""
     request = {"loader": loader, "checkpoint": str(checkpoint), "files": [str(path) for path in shards_of(checkpoint)]}
     try:
-        return run_fresh(__file__, request, timeout_s=limit_s)
+        return run_fresh([__file__], request, timeout_s=limit_s)
     except RunFailedError as error:
         return {"error": str(error)}
 
@@ -347,7 +351,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from sample_checkpoint import write_sample
 
         checkpoint = ROOT / ".sample" / "qwen3-moe"
-        write_sample(checkpoint, layers=4, experts=64)
+        write_sample(checkpoint)
     result = {
         "machine": machine(PACKAGES) | found,
         "tests": tests,

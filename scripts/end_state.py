@@ -1,39 +1,15 @@
-"""What a load has ended in: whether the process owns the memory of all tensors, and a digest that tells them apart."""
+"""What a load has ended in: whether the process owns the memory of all tensors, or a file does that it has mapped."""
 
 from __future__ import annotations
 
-import hashlib
 import os
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
-
-
-def digest(named: Iterable[tuple[str, torch.Tensor]]) -> str:
-    """A hash of names, dtypes, shapes and bytes, whatever the order of the tensors."""
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        digests = sorted(pool.map(_digest_of_one, named))
-    return hashlib.blake2b(b"".join(digests), digest_size=16).hexdigest()
-
-
-def _digest_of_one(item: tuple[str, torch.Tensor]) -> bytes:
-    import torch
-
-    name, tensor = item
-    one = hashlib.blake2b(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode(), digest_size=16)
-    raw: Any = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
-    one.update(memoryview(raw))
-    return one.digest()
-
-
-def tensors_of(state: Any) -> dict[str, torch.Tensor]:
-    """The tensors of a mapping, or of a module's state, by name."""
-    return dict(state if isinstance(state, Mapping) else state.state_dict())
 
 
 class MappedFiles:

@@ -19,7 +19,7 @@ def rows(result: Mapping[str, Any]) -> list[Row]:
     `to_raw` is the median over rounds of the load's seconds over those of the best plain read into fresh memory of the
     same round; `to_umem` the same against umem's load to the same end state.
     """
-    raw = _best_by_round(result, lambda series: "raw" in series and not series["raw"]["touched"])
+    raw = _best_raw_by_round(result)
     umem = {state: _best_by_round(result, partial(_is_umem, result, state)) for state in ("model", "tensors")}
     found = []
     for series in result["series"]:
@@ -31,6 +31,15 @@ def rows(result: Mapping[str, Any]) -> list[Row]:
             row |= {"end_state": loader["end_state"], "to_umem": _ratio(series, umem[loader["end_state"]])}
         found.append(row)
     return found
+
+
+def ratios_to_raw(result: Mapping[str, Any], series: Mapping[str, Any]) -> list[float]:
+    """Each run's seconds over those of the best plain read into fresh memory of its round, where there is one."""
+    return _ratios(series, _best_raw_by_round(result))
+
+
+def _best_raw_by_round(result: Mapping[str, Any]) -> dict[_RunKey, float]:
+    return _best_by_round(result, lambda series: "raw" in series and not series["raw"]["touched"])
 
 
 def equal(result: Mapping[str, Any]) -> bool:
@@ -60,8 +69,12 @@ def _best_by_round(result: Mapping[str, Any], counts: Callable[[Mapping[str, Any
 
 
 def _ratio(series: Mapping[str, Any], reference: Mapping[_RunKey, float]) -> float | None:
+    return median_or_none(_ratios(series, reference))
+
+
+def _ratios(series: Mapping[str, Any], reference: Mapping[_RunKey, float]) -> list[float]:
     keyed = [((series["checkpoint"], series["cache"], facts["round"]), facts["load_s"]) for facts in series["runs"]]
-    return median_or_none(seconds / reference[key] for key, seconds in keyed if key in reference)
+    return [seconds / reference[key] for key, seconds in keyed if key in reference]
 
 
 def _row(series: Mapping[str, Any], size: int, raw: Mapping[_RunKey, float]) -> Row:

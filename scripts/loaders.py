@@ -19,7 +19,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from end_state import own_all
-from measuring import shards_of
+
+from umem.measurement.baselines import import_model_code, load_by_accelerate
+from umem.measurement.page_cache import shards_of
 
 if TYPE_CHECKING:
     import torch
@@ -123,28 +125,10 @@ def prepared_transformers(checkpoint: Path, files: list[Path]) -> Load:
 def prepared_accelerate(checkpoint: Path, files: list[Path]) -> Load:
     """An empty model, then `load_checkpoint_and_dispatch`; what it leaves in mapped files is copied."""
     import accelerate
-    import transformers
 
+    del accelerate
     import_model_code(checkpoint)
-
-    def load() -> torch.nn.Module:
-        config = transformers.AutoConfig.from_pretrained(checkpoint)
-        with accelerate.init_empty_weights():
-            model = transformers.AutoModelForCausalLM.from_config(config)
-        filled = accelerate.load_checkpoint_and_dispatch(model, checkpoint, device_map={"": "cpu"}, strict=True)
-        return own_all(filled, files)
-
-    return load
-
-
-def import_model_code(checkpoint: Path) -> None:
-    """Import the code of the checkpoint's model class, which the library does when it is first used."""
-    import transformers
-
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    config = type(transformers.AutoConfig.from_pretrained(checkpoint))
-    importlib.import_module(config.__module__.replace("configuration_", "modeling_"))
+    return lambda: own_all(load_by_accelerate(checkpoint), files)
 
 
 # --- readers of safetensors files ------------------------------------------------------------------------------------

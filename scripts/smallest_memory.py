@@ -10,7 +10,8 @@ from collections.abc import Callable
 from statistics import median
 from typing import Any
 
-from measuring import Facts, RunFailedError
+from umem.errors import RunFailedError
+from umem.measurement.fresh import Facts
 
 STEP_BYTES = 16 << 20
 _TIMES_AS_LONG, _AT_LEAST_S = 20, 60.0

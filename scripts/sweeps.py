@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from sample_checkpoint import SHARD_BYTES, write_checkpoint
+from sample_checkpoint import SHARD_BYTES, Stored, write_checkpoint
 
 from umem._types import parse_bytes
 
@@ -41,7 +41,7 @@ def swept_checkpoint(directory: Path, total_bytes: int, tensor_bytes: int, shard
     shape = (tensor_bytes // 2 // _ROW, _ROW)
     write_checkpoint(
         directory,
-        ((f"layers.{number}.weight", shape) for number in range(total_bytes // tensor_bytes)),
+        (Stored(f"layers.{number}.weight", shape) for number in range(total_bytes // tensor_bytes)),
         shard_bytes=shard_bytes,
     )
     return directory

@@ -8,8 +8,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-import cgroups
 import pytest
+
+from umem.measurement import cgroups
 
 
 class MemoryGroup(cgroups.MemoryGroup):

@@ -17,15 +17,17 @@ import pytest
 pytest.importorskip("transformers")
 
 import bench_load
-import cgroups
 import load_tables
 import sweeps
 from loaders import LOADERS
-from measuring import RunFailedError, cached_fraction, prepare_cache, run_checked, shards_of
 from raw_reads import MIB, RawRead
 from smallest_memory import STEP_BYTES, smallest_memory
 
 from tests.adapters.hosts.models import save_family
+from umem.errors import RunFailedError
+from umem.measurement import cgroups
+from umem.measurement.fresh import run_checked
+from umem.measurement.page_cache import cached_fraction, prepare_cache, shards_of
 
 pytestmark = pytest.mark.slow
 
@@ -129,9 +131,9 @@ def test_rows_hold_medians_and_ratios_within_a_round(result: dict[str, Any]) -> 
 
 
 def test_a_run_that_did_not_begin_as_wanted_is_rejected(checkpoints: list[Path], monkeypatch: Any) -> None:
-    monkeypatch.setattr("measuring.prepare_cache", lambda files, _cache: prepare_cache(files, "warm"))
+    monkeypatch.setattr("umem.measurement.fresh.prepare_cache", lambda files, _cache: prepare_cache(files, "warm"))
     request = {"raw": bench_load.raw_facts(READS[0])}
-    facts, rejected = run_checked(bench_load.__file__, request, files=shards_of(checkpoints[0]), cache="cold")
+    facts, rejected = run_checked([bench_load.__file__], request, files=shards_of(checkpoints[0]), cache="cold")
     assert facts is None
     assert rejected == [1.0, 1.0, 1.0]
 
@@ -182,7 +184,7 @@ def test_no_checkpoint_says_how_to_write_one(tmp_path: Path) -> None:
         [sys.executable, bench_load.__file__, str(tmp_path / "none")], capture_output=True, text=True, check=False
     )
     assert done.returncode == 2
-    assert f"scripts/sample_checkpoint.py {tmp_path / 'none'} --layers" in done.stderr
+    assert f"scripts/sample_checkpoint.py {tmp_path / 'none'} --kind" in done.stderr
 
 
 @pytest.mark.parametrize(("sweep", "count"), [("sizes", 4), ("shards", 2)])

@@ -146,7 +146,7 @@ def test_settings_of_the_environment(model: Path) -> None:
 
 
 def test_help_has_examples() -> None:
-    for command in ("load", "plan", "probe"):
+    for command in ("load", "plan", "probe", "ttff"):
         done = umem(command, "--help", COLUMNS="80", TERM="dumb")
         assert done.returncode == 0
         assert f"umem {command}" in done.stdout

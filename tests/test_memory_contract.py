@@ -39,7 +39,7 @@ print(json.dumps([int(Path(peak).read_text()) - base, report.plan.forecast.peak_
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A mixture-of-experts model of 350 MiB."""
     directory = tmp_path_factory.mktemp("moe")
-    write_sample(directory, layers=1, experts=32)
+    write_sample(directory, num_hidden_layers=1, num_experts=32)
     return directory
 
 
@@ -119,7 +119,7 @@ print(forecast.final_bytes, forecast.final_bytes_by_device.get("disk", 0), forec
 
 
 def test_a_model_larger_than_the_limit_loads_and_answers_from_disk(tmp_path: Path) -> None:
-    write_sample(tmp_path / "moe", layers=6, experts=24)
+    write_sample(tmp_path / "moe", num_hidden_layers=6, num_experts=24)
     evict(tmp_path / "moe")
     answers = [tmp_path / "whole.pt", tmp_path / "split.pt"]
     limit = 600 * MIB

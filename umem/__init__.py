@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from umem.machine import MachineSnapshot
     from umem.planning import LoadPlan
     from umem.report import LoadReport
+    from umem.report.progress import tqdm_progress
 
 __all__ = [
     "LoadConfig",
@@ -30,6 +31,7 @@ __all__ = [
     "load_into",
     "plan",
     "probe",
+    "tqdm_progress",
 ]
 __version__ = "0.1.0"
 
@@ -46,6 +48,7 @@ _PLACES = {
     "load_into": "umem.api",
     "plan": "umem.api",
     "probe": "umem.api",
+    "tqdm_progress": "umem.report.progress",
 }
 
 

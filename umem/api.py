@@ -68,7 +68,7 @@ def load(
     config
         Window, budget, threads; those of the environment where None.
     progress
-        Called about ten times a second while bytes move.
+        Called about ten times a second while bytes move; `umem.tqdm_progress()` shows a bar.
     return_report
         Give `(model, report)`.
     host

@@ -1,4 +1,4 @@
-"""The command line: `umem load`, `umem plan`, `umem probe`. The only place that prints.
+"""The command line: `umem load`, `umem plan`, `umem probe`, `umem ttff`. The only place that prints.
 
 Results go to standard output, as a table or with `--json` as JSON; progress and errors go to standard error,
 progress only on a terminal. Exit status: 0 done, 1 refused or failed, 2 used wrongly, 130 interrupted.
@@ -19,7 +19,8 @@ import typer
 
 from umem._types import format_bytes, parse_bytes, parse_seconds
 from umem.config import LoadConfig, config_from_environment
-from umem.errors import UmemError
+from umem.errors import ConfigError, RunFailedError, UmemError
+from umem.measurement.page_cache import CACHES
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -189,6 +190,48 @@ def probe(
     _show(machine.to_json, lambda: machine_table(machine), as_json)
 
 
+@app.command(
+    epilog="Examples:  [bold]umem ttff ./model[/]   [bold]umem ttff ./model --baseline transformers --html ttff.html[/]"
+)
+def ttff(
+    checkpoint: Annotated[str, typer.Argument(metavar="CHECKPOINT", help="A directory, or a hub id in the cache.")],
+    baseline: Annotated[
+        list[str] | None, typer.Option(help="Compare with transformers, accelerate or safetensors; may be repeated.")
+    ] = None,
+    cache: Annotated[list[str] | None, typer.Option(help="cold or warm page cache; both if not said.")] = None,
+    repeats: Annotated[int, typer.Option(help="Rounds; the loaders take turns.")] = 3,
+    device: _Device = "auto",
+    dtype: _DType = "auto",
+    window: _Window = None,
+    memory_budget: _MemoryBudget = None,
+    reader: _Reader = None,
+    html: Annotated[Path | None, typer.Option(help="Write a page with pictures of memory over time here.")] = None,
+    as_json: _Json = False,
+) -> None:
+    """Measure the time from the start of a process to a model's first forward pass, each run a fresh process."""
+    from umem.measurement.page import ttff_page
+    from umem.measurement.table import ttff_table
+    from umem.measurement.ttff import Measurement, measure
+
+    if html is not None and not html.resolve().parent.is_dir():
+        raise ConfigError(f"--html {html}: there is no directory {html.resolve().parent}")
+    wanted = Measurement(
+        checkpoint=checkpoint,
+        device=device,
+        dtype=dtype,
+        baselines=tuple(baseline or ()),
+        caches=tuple(cache or CACHES),
+        repeats=repeats,
+        settings=_changed_settings(_config(window, memory_budget, reader, None)),
+    )
+    result = measure(wanted, _say if sys.stderr.isatty() else lambda _line: None)
+    if html is not None:
+        html.write_text(ttff_page(result))
+    _show(lambda: result, lambda: ttff_table(result), as_json)
+    if not result["equal"]:
+        raise RunFailedError("the loaders did not give the same weights and logits; their times cannot be compared")
+
+
 def main() -> NoReturn:
     """Run the command line; every error that umem raises on purpose becomes one message."""
     try:
@@ -228,6 +271,13 @@ def _config(
     if wait_for_memory is not None:
         config = replace(config, wait_for_memory_s=parse_seconds(wait_for_memory))
     return config
+
+
+def _changed_settings(config: LoadConfig) -> dict[str, Any]:
+    """What options changed of the environment's settings, for a process that has the same environment."""
+    base = config_from_environment()
+    names = ("window_bytes", "block_bytes", "memory_budget_bytes", "reader")
+    return {name: getattr(config, name) for name in names if getattr(config, name) != getattr(base, name)}
 
 
 def _host_settings(

@@ -39,6 +39,7 @@ __all__ = [
     "ReadError",
     "Remedy",
     "RemoteReadError",
+    "RunFailedError",
     "ShapeMismatch",
     "ShardPathError",
     "SnapshotError",
@@ -451,3 +452,10 @@ class SnapshotError(UmemError, ValueError):
     def __init__(self, message: str, *, path: str) -> None:
         self.path = path
         super().__init__(f"{path}: {message}; save one with: umem probe --save FILE")
+
+
+# --- measurement -----------------------------------------------------------------------------------------------------
+
+
+class RunFailedError(UmemError, RuntimeError):
+    """A process that was to be measured did not give its figures; the message says why."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
+from umem._display import Displayed
 from umem.checkpoint.pagecache import CachePolicy
 from umem.config import LoadConfig, config_from_environment
 from umem.errors import SnapshotError, UnsupportedError
@@ -53,7 +54,7 @@ class Reading(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MachineSnapshot:
+class MachineSnapshot(Displayed):
     """The machine at one moment.
 
     Attributes

@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from umem._display import Displayed
 from umem._types import DType
 from umem.checkpoint.entries import Checkpoint, Entry
 from umem.config import Residency
@@ -80,7 +81,7 @@ class Forecast:
 
 
 @dataclass(frozen=True, slots=True)
-class LoadPlan:
+class LoadPlan(Displayed):
     """Everything that a load will do.
 
     Attributes

@@ -5,21 +5,17 @@ Colours follow the reader's light or dark setting. Numbers on the axes are growt
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from html import escape
 
 from umem._types import format_bytes
 from umem.report.model import LoadReport
+from umem.report.svg import Plot, area, byte_grid
 
 __all__ = ["memory_chart"]
 
 _WIDTH, _HEIGHT = 860, 400
 _LEFT, _RIGHT, _TOP, _BOTTOM = 84, 20, 64, 64
-_PLOT_WIDTH, _PLOT_HEIGHT = _WIDTH - _LEFT - _RIGHT, _HEIGHT - _TOP - _BOTTOM
 _NARROWEST_LABEL = 46
-
-#: From a value to a place in the picture.
-_Scale = Callable[[float], float]
 
 _STYLE = """
 svg { font: 12px system-ui, sans-serif; background: #fff; color: #1f2430 }
@@ -35,26 +31,25 @@ text { fill: currentColor } .faint { opacity: .65 } .title { font-size: 15px; fo
 def memory_chart(report: LoadReport) -> str:
     """The SVG text of the load's memory over time."""
     times, process, cache = _series(report)
-    duration = max(times[-1], 1e-6)
     forecast = report.plan.forecast.peak_bytes
-    top = max(1.0, 1.08 * max(forecast, *(low + high for low, high in zip(process, cache, strict=True))))
-
-    def x(time_s: float) -> float:
-        return _LEFT + _PLOT_WIDTH * min(max(time_s / duration, 0.0), 1.0)
-
-    def y(count: float) -> float:
-        return _TOP + _PLOT_HEIGHT * (1 - count / top)
-
     upper = [low + high for low, high in zip(process, cache, strict=True)]
+    plot = Plot(
+        left=_LEFT,
+        top=_TOP,
+        width=_WIDTH - _LEFT - _RIGHT,
+        height=_HEIGHT - _TOP - _BOTTOM,
+        last=max(times[-1], 1e-6),
+        highest=max(1.0, 1.08 * max(forecast, *upper)),
+    )
     floor = [0.0] * len(times)
     parts = [
         f'<text class="title" x="{_LEFT}" y="24">{escape(_title(report))}</text>',
         _legend(),
-        *_grid(top, y),
-        f'<path class="model" d="{_area(times, process, floor, x, y)}"/>',
-        f'<path class="cache" d="{_area(times, upper, process, x, y)}"/>',
-        *_forecast_line(forecast, y(forecast)),
-        *_phases(report, duration, x),
+        *byte_grid(plot),
+        f'<path class="model" d="{area(plot, times, process, floor)}"/>',
+        f'<path class="cache" d="{area(plot, times, upper, process)}"/>',
+        *_forecast_line(forecast, plot),
+        *_phases(report, plot),
     ]
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img"'
@@ -62,11 +57,11 @@ def memory_chart(report: LoadReport) -> str:
     )
 
 
-def _forecast_line(forecast: int, height: float) -> tuple[str, str]:
-    right, label = _LEFT + _PLOT_WIDTH, f"forecast peak {format_bytes(forecast)}"
+def _forecast_line(forecast: int, plot: Plot) -> tuple[str, str]:
+    height, label = plot.y(forecast), f"forecast peak {format_bytes(forecast)}"
     return (
-        f'<line class="forecast" x1="{_LEFT}" x2="{right}" y1="{height:.1f}" y2="{height:.1f}"/>',
-        f'<text class="forecast-text" text-anchor="end" x="{right}" y="{height - 5:.1f}">{label}</text>',
+        f'<line class="forecast" x1="{plot.left}" x2="{plot.right}" y1="{height:.1f}" y2="{height:.1f}"/>',
+        f'<text class="forecast-text" text-anchor="end" x="{plot.right}" y="{height - 5:.1f}">{label}</text>',
     )
 
 
@@ -89,12 +84,6 @@ def _series(report: LoadReport) -> tuple[list[float], list[float], list[float]]:
     return times, process, cache
 
 
-def _area(times: Sequence[float], upper: Sequence[float], lower: Sequence[float], x: _Scale, y: _Scale) -> str:
-    forth = [f"{x(time):.1f},{y(value):.1f}" for time, value in zip(times, upper, strict=True)]
-    back = [f"{x(time):.1f},{y(value):.1f}" for time, value in zip(reversed(times), reversed(lower), strict=True)]
-    return f"M{' L'.join(forth + back)} Z"
-
-
 def _legend() -> str:
     return (
         f'<rect class="model" x="{_LEFT}" y="36" width="12" height="12"/>'
@@ -104,32 +93,16 @@ def _legend() -> str:
     )
 
 
-def _grid(top: float, y: _Scale) -> list[str]:
-    lines = []
-    step = 1.0
-    while top / step > 6:
-        step *= 2  # powers of two are round in binary units
-    for number in range(int(top / step) + 1):
-        height = y(number * step)
-        label = format_bytes(number * step).replace(".00", "")
-        lines.append(
-            f'<line class="grid" x1="{_LEFT}" x2="{_LEFT + _PLOT_WIDTH}" y1="{height:.1f}" y2="{height:.1f}"/>'
-        )
-        lines.append(f'<text class="faint" text-anchor="end" x="{_LEFT - 8}" y="{height + 4:.1f}">{label}</text>')
-    return lines
-
-
-def _phases(report: LoadReport, duration: float, x: _Scale) -> list[str]:
-    base = _TOP + _PLOT_HEIGHT
+def _phases(report: LoadReport, plot: Plot) -> list[str]:
     parts = []
     for name, start, end in report.spans:
-        left, right = x(start - report.started_s), x(end - report.started_s)
-        parts.append(f'<line class="edge" x1="{left:.1f}" x2="{left:.1f}" y1="{_TOP}" y2="{base + 6}"/>')
+        left, right = plot.x(start - report.started_s), plot.x(end - report.started_s)
+        parts.append(f'<line class="edge" x1="{left:.1f}" x2="{left:.1f}" y1="{plot.top}" y2="{plot.base + 6}"/>')
         if right - left >= _NARROWEST_LABEL:
             label = f"{name} {report.seconds.get(name, end - start):.2f} s"
-            parts.append(f'<text class="faint" x="{left + 4:.1f}" y="{base + 18}">{escape(label)}</text>')
+            parts.append(f'<text class="faint" x="{left + 4:.1f}" y="{plot.base + 18}">{escape(label)}</text>')
     parts.append(
-        f'<text class="faint" text-anchor="end" x="{_LEFT + _PLOT_WIDTH}" y="{base + 44}">{duration:.2f} s</text>'
+        f'<text class="faint" text-anchor="end" x="{plot.right}" y="{plot.base + 44}">{plot.last:.2f} s</text>'
     )
-    parts.append(f'<text class="faint" x="{_LEFT}" y="{base + 44}">0 s</text>')
+    parts.append(f'<text class="faint" x="{plot.left}" y="{plot.base + 44}">0 s</text>')
     return parts

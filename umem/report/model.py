@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from umem._display import Displayed
 from umem.planning.plan import LoadPlan
 from umem.probes.platform import Platform
 from umem.probes.verdicts import Sample, Verdict
@@ -108,7 +109,7 @@ def _growth(values: Sequence[int | None]) -> int | None:
 
 
 @dataclass(frozen=True, slots=True)
-class LoadReport:
+class LoadReport(Displayed):
     """What a load did.
 
     Attributes

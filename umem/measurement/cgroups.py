@@ -1,6 +1,7 @@
 """Memory cgroups, v1 and v2: made, joined, limited, read and removed. Making one needs root.
 
-Usage counts what the kernel charges to the group: anonymous memory and the page cache that its processes fill.
+Usage counts what the kernel charges to the group: anonymous memory and the page cache that its processes fill. What
+limits this process itself is the business of the probes.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
+
+__all__ = ["ROOT", "MemoryGroup", "new_memory_group"]
 
 ROOT = Path("/sys/fs/cgroup")
 _REMOVAL_TRIES, _REMOVAL_PAUSE_S = 100, 0.05
