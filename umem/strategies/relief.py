@@ -10,8 +10,10 @@ from collections.abc import Callable, Iterable
 import torch
 
 from umem.checkpoint.pagecache import evict
+from umem.probes.monitor import LoadStoppedError, LoadWatch
+from umem.probes.verdicts import Level
 
-__all__ = ["Relief"]
+__all__ = ["Relief", "obey"]
 
 _EVERY_S = 1.0
 _PIECE_BYTES = 256 << 20  # some milliseconds' work
@@ -46,6 +48,14 @@ class Relief:
         for path in self._paths:
             _evict(path, is_over)
         self._given_s = time.monotonic()
+
+
+def obey(watch: LoadWatch, relief: Relief) -> None:
+    """Give back what can be spared where memory is short; `LoadStoppedError` where the load is over."""
+    if watch.level is Level.SOFT:
+        relief.give(lambda: watch.level is Level.HARD)
+    if watch.level is Level.HARD:
+        raise LoadStoppedError
 
 
 def _evict(path: str, is_over: Callable[[], bool]) -> None:
