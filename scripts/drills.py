@@ -22,10 +22,10 @@ from tests.limits import swap_file
 
 _SWAP_BYTES = 512 * MIB
 _HEADER = ("disaster", "swap", "runs", "loaded", "stopped", "failed", "stop s", "latest s", "left", "kept", "swapped")
-_KEY = """A load of 96 MiB, slowed down, in a memory cgroup with room for it, its window, the reserve and a little more.
-Loaded: bit-exact. Stopped: `MemoryOverrunError` with the right cause, the model as it was. Stop: the
-most seconds from the decision to the error. Latest: from the crossing of the hard floor; `before`: none was crossed. Left: the least that was left in the group;
-kept: the most that the loader had not given back; swapped: the most that was swapped out; in MiB."""
+_KEY = """A load of 96 MiB, slowed down, in a memory cgroup with room for it, its window, the reserve and a bit more.
+Loaded: bit-exact. Stopped: `MemoryOverrunError` with the right cause, the model as it was. Stop: the most seconds
+from the decision to the error; latest: from the crossing of the hard floor, `before` where none was crossed. Left: the
+least left in the group; kept: the most that the loader had not given back; swapped: the most swapped out; in MiB."""
 
 _Run = tuple[Drill, Outcome]
 

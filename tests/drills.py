@@ -108,7 +108,8 @@ class Outcome:
     ended
         `loaded`, the name of the error, or how the process died.
     latency_s, stop_s
-        From the crossing of the hard floor to the error; None where none was crossed. From the decision to the error.
+        From the crossing of the hard floor to the error; None where none was crossed. From the decision to the last
+        sample before the error.
     left_bytes
         Anonymous memory that the loader still had afterwards, against before.
     """
@@ -246,7 +247,6 @@ def _load(drill: Drill, group: MemoryGroup, checkpoint: str, pipe: Connection, o
     pipe.recv()
     module = Holder({name: torch.empty(2048, TENSOR_BYTES // 4096, dtype=torch.int16) for name in expected})
     before = _anonymous_bytes()
-    started_s = time.monotonic()
     facts: dict[str, Any]
     try:
         report = umem.load_into(module, checkpoint, device="cpu", config=config)
@@ -256,7 +256,7 @@ def _load(drill: Drill, group: MemoryGroup, checkpoint: str, pipe: Connection, o
     except MemoryOverrunError as error:
         facts = {
             "at_s": time.monotonic(),
-            "stop_s": time.monotonic() - started_s - error.verdicts[-1]["time_s"],
+            "stop_s": error.series[-1]["time_s"] - error.verdicts[-1]["time_s"],
             "ended": type(error).__name__,
             "cause": error.cause,
             "rule": error.rule,

@@ -27,7 +27,8 @@ class MemoryGroup(cgroups.MemoryGroup):
     @property
     def swapped_bytes(self) -> int:
         if self.version == 1:
-            return max(0, int((self.path / "memory.memsw.usage_in_bytes").read_text()) - self.used_bytes)
+            stat = dict(line.split() for line in (self.path / "memory.stat").read_text().splitlines())
+            return int(stat.get("total_swap", 0))
         return int((self.path / "memory.swap.current").read_text())
 
     @property

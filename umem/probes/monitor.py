@@ -24,9 +24,10 @@ __all__ = ["LoadStoppedError", "LoadWatch", "Monitor", "Sample", "Unwatched"]
 
 _FASTEST_FILL_BYTES_PER_S = 8 << 30
 _SHORTEST_INTERVAL_S = 0.01
-_CHEAP = 500
+_CHEAP = 1000
 _CENSUS_PATIENCE_S = 1.0
 _MOST_SAMPLES = 4096
+_COUNTERS_WITHIN_S = 0.2
 
 
 class LoadStoppedError(Exception):
@@ -66,7 +67,7 @@ class Monitor:
     interval_s
         The most seconds between samples.
     cached_file_bytes
-        The page cache held by the files being read. Called as often as it costs a five-hundredth of the time.
+        The page cache held by the files being read. Called as often as it costs a thousandth of the time.
     device_bytes
         What this process holds of a memory shared with the device, besides what the system counts for it; so, too.
     thresholds
@@ -174,7 +175,8 @@ class Monitor:
 
     def _take(self, *, exact: bool = False) -> Sample:
         with self._lock:
-            sample = Sample(self._probe.sample(), self._cached_file_bytes(exact), self._device_bytes(exact))
+            memory = self._probe.sample(counters_within_s=0 if exact else _COUNTERS_WITHIN_S)
+            sample = Sample(memory, self._cached_file_bytes(exact), self._device_bytes(exact))
             self.samples.append(sample)
             if len(self.samples) > _MOST_SAMPLES:
                 self.samples = _thinned(self.samples)
@@ -204,7 +206,7 @@ def _held_bytes(sample: Sample) -> int:
 
 
 class _Sparing:
-    """Calls a function that may be slow as often as that takes a five-hundredth of the time; else gives its last value.
+    """Calls a function that may be slow as often as that takes a thousandth of the time; else gives its last value.
 
     Counting a file's cached pages takes the longer the more there are.
     """

@@ -19,7 +19,7 @@ from umem.probes.kernel_files import CounterFile
 __all__ = ["Census", "biggest_processes", "census", "device_processes", "process_name", "processes_in_group"]
 
 _LEAST_BYTES = 64 << 20
-_WORTH_A_LOOK_BYTES = 4 << 20
+_WORTH_A_LOOK_BYTES = 16 << 20
 _PAGE_BYTES = os.sysconf("SC_PAGESIZE")
 
 #: Process number -> anonymous and shared memory in bytes.
@@ -27,7 +27,7 @@ Census = dict[int, int]
 
 
 def census(*, proc: Path = Path("/proc")) -> Census:
-    """The memory of the processes besides this one, in bytes; those below 4 MiB are left out."""
+    """The memory of the processes besides this one, in bytes; those below 16 MiB are left out."""
     found: Census = {}
     for name in os.listdir(proc):
         if not name.isdigit() or int(name) == os.getpid():
