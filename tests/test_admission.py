@@ -137,7 +137,11 @@ def test_of_loads_that_start_together_those_are_let_in_that_fit_together(tmp_pat
     directory = tmp_path / "claims"
     directory.mkdir()
     command = [sys.executable, "-c", RACE, str(path), str(directory)]
-    processes = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}  # tests.limits stands on scripts
+    processes = [
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+        for _ in range(3)
+    ]
     for process in processes:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"

@@ -212,3 +212,27 @@ def test_a_terminal_sees_progress(tmp_path: Path) -> None:
     assert process.wait(60) == 0
     assert b"loading" in shown
     assert b"window" in shown
+
+
+@pytest.mark.root
+def test_watch_says_each_change_of_pace_on_a_pipe(tmp_path: Path) -> None:
+    config = "umem.Thresholds(floor_bytes=0, soft_floor_bytes=1 << 60)"
+    code = (
+        "import umem, umem.cli, sys\n"
+        f"umem.cli.config_from_environment = lambda: umem.LoadConfig(thresholds={config})\n"
+        "sys.argv[0] = 'umem'\n"
+        "umem.cli.main()"
+    )
+    model = save_family(tmp_path, "llama")
+    done = subprocess.run(
+        [sys.executable, "-c", code, "load", str(model), "--watch", "--guard"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    (line,) = done.stderr.splitlines()
+    assert "slower:" in line
+    assert "left of MemAvailable" in line
+    assert "slower:" in done.stdout  # the report tells it too

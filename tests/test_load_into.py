@@ -12,7 +12,14 @@ import torch
 import umem
 from tests.writers import Holder, random_tensor, same_bytes, write_safetensors
 from umem import LoadConfig
-from umem.errors import ConfigError, InsufficientMemoryError, KeyMismatchError, ReadError, UnsupportedError
+from umem.errors import (
+    ConfigError,
+    InsufficientMemoryError,
+    KeyMismatchError,
+    MemoryOverrunError,
+    ReadError,
+    UnsupportedError,
+)
 
 
 class Net(torch.nn.Module):
@@ -210,3 +217,23 @@ def test_a_checkpoint_of_empty_tensors(tmp_path: Path) -> None:
     report = umem.load_into(module, path, device="cpu")
     assert module.state_dict()["empty"].shape == (0, 3)
     assert (report.reader, report.copier) == ("none", "none")
+
+
+def test_an_overrun_leaves_meta_as_it_was_and_names_what_it_spoiled(tmp_path: Path) -> None:
+    tensors = {name: random_tensor((512, 1024)) for name in ("a", "b")}
+    path = write_safetensors(tmp_path / "x.safetensors", tensors)
+    nothing_is_enough = umem.Thresholds(floor_bytes=1 << 60, soft_floor_bytes=1 << 60)
+    config = umem.LoadConfig(thresholds=nothing_is_enough)
+    meta = Holder(tensors)
+    with pytest.raises(MemoryOverrunError, match="left of MemAvailable, the floor is") as caught:
+        umem.load_into(meta, path, device="cpu", config=config)
+    assert all(parameter.is_meta for parameter in meta.parameters())
+    assert (caught.value.rule, caught.value.spoiled) == ("floor", ())
+    assert isinstance(caught.value, MemoryError)
+    assert caught.value.value in [sample["available_bytes"] for sample in caught.value.series]
+    live = Holder(tensors, device="cpu")
+    with pytest.raises(MemoryOverrunError) as caught:
+        umem.load_into(live, path, device="cpu", config=config)
+    assert caught.value.spoiled == ()  # it was over before a byte was written
+    umem.load_into(meta, path, device="cpu")
+    assert all(same_bytes(parameter, tensors[name]) for name, parameter in meta.named_parameters())

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from umem.adapters.rules import Rule
     from umem.api import load, load_adapter, load_into, plan, probe
-    from umem.config import LoadConfig
+    from umem.config import LoadConfig, Thresholds
     from umem.errors import UmemError
     from umem.machine import MachineSnapshot
     from umem.planning import LoadPlan
@@ -24,6 +24,7 @@ __all__ = [
     "LoadReport",
     "MachineSnapshot",
     "Rule",
+    "Thresholds",
     "UmemError",
     "load",
     "load_adapter",
@@ -40,6 +41,7 @@ _PLACES = {
     "LoadReport": "umem.report",
     "MachineSnapshot": "umem.machine",
     "Rule": "umem.adapters.rules",
+    "Thresholds": "umem.config",
     "UmemError": "umem.errors",
     "load": "umem.api",
     "load_adapter": "umem.api",

@@ -86,8 +86,8 @@ def load(
     ------
     CheckpointError, KeyMismatchError, InsufficientMemoryError, InsufficientSpaceError
         Before a tensor byte is read.
-    ReadError
-        A read failed on the way; everything is freed.
+    ReadError, MemoryOverrunError
+        A read failed, or memory ran short, on the way; everything is freed.
     """
     _check_dtype(dtype)
     with LoadSession(device=str(device), config=config, progress=progress) as session:
@@ -209,9 +209,9 @@ def load_into(
     ------
     CheckpointError, KeyMismatchError, InsufficientMemoryError
         Before a tensor byte is read; the module is as it was.
-    ReadError
-        A read failed on the way. Meta tensors are meta as before; live ones that were written to are named in a note of
-        the error and in its `spoiled`.
+    ReadError, MemoryOverrunError
+        A read failed, or memory ran short, on the way. Meta tensors are meta as before; live ones that were written to
+        are named in a note of the error and in its `spoiled`.
     """
     from umem.adapters.families import by_name, renamed
     from umem.adapters.install import install, live_tensors, unfillable_buffers
@@ -331,9 +331,9 @@ def load_adapter(
         Before a tensor byte is read; the model is as it was.
     UnsupportedError
         This kind of adapter or model cannot be done; the message says why. The model is as it was.
-    ReadError
-        A read failed on the way. The model has its own modules; weights that have changed are named in a note of the
-        error and in its `spoiled`.
+    ReadError, MemoryOverrunError
+        A read failed, or memory ran short, on the way. The model has its own modules; weights that have changed are
+        named in a note of the error and in its `spoiled`.
     """
     place = next((tensor.device for tensor in model.parameters() if not tensor.is_meta), "cpu")
     with LoadSession(device=str(place), config=config, progress=progress) as session:

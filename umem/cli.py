@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -52,6 +53,7 @@ _Reader = Annotated[str | None, typer.Option(help="How files are read: auto, odi
 _Residency = Annotated[str | None, typer.Option(help="owned, or mapped: the model is the files' own pages (cpu).")]
 _Missing = Annotated[list[str] | None, typer.Option(help="Pattern of parameters that may be absent, like 'score.*'.")]
 _Unexpected = Annotated[list[str] | None, typer.Option(help="Pattern of stored tensors that may be left out.")]
+_Guard = Annotated[bool, typer.Option("--guard", help="End this process from another if it hangs with memory short.")]
 _Offload = Annotated[str | None, typer.Option(help="Where what does not fit the device goes: cpu, disk.")]
 _OffloadFolder = Annotated[Path | None, typer.Option(help="Where weights on disk are written, if they must be.")]
 _Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")]
@@ -78,6 +80,10 @@ def load(
     revision: _Revision = None,
     trust_remote_code: _Remote = False,
     chart: Annotated[Path | None, typer.Option(help="Write a picture of memory over time (SVG) here.")] = None,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Show memory and each change of pace during the load.")
+    ] = False,
+    guard: _Guard = False,
     as_json: _Json = False,
 ) -> None:
     """Load a model, as `from_pretrained` would, and report what it took."""
@@ -85,15 +91,15 @@ def load(
     from umem.report.chart import memory_chart
     from umem.report.table import report_table
 
-    with _ProgressBar() as bar:
+    with _LiveTable() if watch else _ProgressBar() as view:
         _, report = load_model(
             checkpoint,
             device=device,
             dtype=dtype,
             allow_missing=allow_missing or (),
             allow_unexpected=allow_unexpected or (),
-            config=_config(window, memory_budget, reader, residency, wait_for_memory),
-            progress=bar.update,
+            config=_config(window, memory_budget, reader, residency, wait_for_memory, guard=guard or None),
+            progress=view.update,
             return_report=True,
             **_host_settings(revision, trust_remote_code, offload, offload_folder),
         )
@@ -253,8 +259,10 @@ def _config(
     reader: str | None,
     residency: str | None,
     wait_for_memory: str | None = None,
+    *,
+    guard: bool | None = None,
 ) -> LoadConfig:
-    config = config_from_environment().with_changes(reader=reader, residency=residency)
+    config = config_from_environment().with_changes(reader=reader, residency=residency, guard=guard)
     if window is not None:
         wanted = parse_bytes(window)
         config = replace(config, window_bytes=wanted, block_bytes=min(config.block_bytes, max(1, wanted // 8)))
@@ -342,3 +350,37 @@ class _ProgressBar:
         if progress.elapsed_s - self._said_s >= _SAY_EVERY_S:
             self._said_s = progress.elapsed_s
             self._bar.console.print(progress.waiting, style="dim", markup=False, highlight=False)
+
+
+class _LiveTable:
+    """Memory and pace during the load: a table that is drawn anew on a terminal, a line for each change elsewhere."""
+
+    def __init__(self) -> None:
+        self._live: Any = None
+        self._started_s = time.monotonic()
+        self._said = 0
+
+    def __enter__(self) -> Self:
+        if sys.stderr.isatty():
+            from rich.console import Console
+            from rich.live import Live
+
+            self._live = Live(console=Console(stderr=True), transient=True, auto_refresh=False)
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def update(self, progress: Progress) -> None:
+        """Show memory now, or say what has changed."""
+        from umem.report.live import change_line, live_table
+
+        if self._live is not None:
+            table = progress.waiting or live_table(progress, self._started_s)
+            self._live.update(table, refresh=True)
+            return
+        for verdict in progress.verdicts[self._said :]:
+            _say(change_line(verdict, self._started_s))
+        self._said = len(progress.verdicts)

@@ -8,21 +8,21 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 from umem._types import format_bytes, parse_bytes, parse_seconds
 from umem.errors import ConfigError
 
-__all__ = ["MIB", "LoadConfig", "Residency", "config_from_environment"]
+__all__ = ["MIB", "Bounds", "LoadConfig", "Residency", "Thresholds", "config_from_environment"]
 
 MIB = 1 << 20
 
 #: A window must hold a block for each reader and the tiles of a conversion.
 SMALLEST_WINDOW_BYTES = 16 * MIB
 
-#: Environment variable -> field. Values are sizes (`512MiB`), times (`60s`) or whole numbers.
+#: Environment variable -> field. Values are sizes (`512MiB`), times (`60s`), whole numbers or switches (`1`).
 _VARIABLES = {
     "UMEM_WINDOW": "window_bytes",
     "UMEM_MEMORY_BUDGET": "memory_budget_bytes",
@@ -31,7 +31,9 @@ _VARIABLES = {
     "UMEM_READER": "reader",
     "UMEM_WAIT_FOR_MEMORY": "wait_for_memory_s",
     "UMEM_RESIDENCY": "residency",
+    "UMEM_GUARD": "guard",
 }
+_SWITCH = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 
 
 class Residency(StrEnum):
@@ -39,6 +41,70 @@ class Residency(StrEnum):
 
     OWNED = "owned"
     MAPPED = "mapped"
+
+
+class Bounds(NamedTuple):
+    """A rate or share at which a load goes on slower, and one at which it stops."""
+
+    soft: float
+    hard: float
+
+
+_SWAP_BYTES_PER_S = Bounds(16 * MIB, 64 * MIB)
+_REFAULTED_BYTES_PER_S = Bounds(64 * MIB, 256 * MIB)
+_MAJOR_FAULTS_PER_S = Bounds(500, 2000)
+_STALLS_PER_S = Bounds(500, 5000)
+_PRESSURE_FRACTION = Bounds(0.05, 0.2)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Thresholds:
+    """When a running load slows down (soft) and when it stops (hard). None needs to be set.
+
+    Attributes
+    ----------
+    floor_bytes, soft_floor_bytes
+        Memory left (MemAvailable, or the control group's headroom) at which the load stops, and slows down. None:
+        within the reserve that the budget leaves free, a quarter and an eighth below it, 32 and 16 MiB at least, so
+        that a load that was let in can peak as forecast.
+    reaction_s
+        How long it takes from the decision to stop until the memory is free. The load stops when, at the pace of the
+        last tenth of a second, the floor would be passed within this time.
+    overrun_bytes, overrun_fraction
+        How far the load's own memory may exceed its forecast before it slows down, and the memory budget that was set
+        before it stops: the larger of the two.
+    swap_bytes_per_s, refaulted_bytes_per_s
+        Swapped in or out, and read again after it had been dropped, over a second.
+    major_faults_per_s, allocation_stalls_per_s, compaction_stalls_per_s
+        Faults of this process that read, allocations of the system that had to reclaim, and to compact, over a second.
+    pressure_fraction
+        The share of two seconds in which all tasks stood still for memory (PSI full). It slows a load down by itself,
+        and stops one only together with swapping, refaults or too little memory left; the rates count only together
+        with it or that. On a machine with room to spare other programs' rates are no reason to fail.
+    calm_s
+        How long everything must have been well until the load goes on at full speed.
+    """
+
+    floor_bytes: int | None = None
+    soft_floor_bytes: int | None = None
+    reaction_s: float = 0.1
+    overrun_bytes: int = 256 * MIB
+    overrun_fraction: float = 0.1
+    swap_bytes_per_s: Bounds = _SWAP_BYTES_PER_S
+    refaulted_bytes_per_s: Bounds = _REFAULTED_BYTES_PER_S
+    major_faults_per_s: Bounds = _MAJOR_FAULTS_PER_S
+    allocation_stalls_per_s: Bounds = _STALLS_PER_S
+    compaction_stalls_per_s: Bounds = _STALLS_PER_S
+    pressure_fraction: Bounds = _PRESSURE_FRACTION
+    calm_s: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.soft_floor_bytes is not None and self.soft_floor_bytes < (self.floor_bytes or 0):
+            raise ConfigError("soft_floor_bytes is below floor_bytes: a load slows down before it stops")
+        for name in self.__dataclass_fields__:
+            value = getattr(self, name)
+            if isinstance(value, Bounds) and not 0 < value.soft <= value.hard:
+                raise ConfigError(f"{name}: the soft bound is above 0 and no more than the hard one")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,7 +134,11 @@ class LoadConfig:
         `owned`: the model has memory of its own. `mapped`: it is the files' own pages, read when they are used; for
         models on the processor that are stored as they are used.
     sample_interval_s
-        Seconds between two memory samples of the report.
+        Seconds between two memory samples, at most 0.1; fewer when memory is short.
+    thresholds
+        When the load slows down or stops for lack of memory.
+    guard
+        Watch the load from a process of its own, which ends this process when memory is short and it does not answer.
     """
 
     window_bytes: int = 64 * MIB
@@ -80,6 +150,8 @@ class LoadConfig:
     reader: str = "auto"
     residency: Residency = Residency.OWNED
     sample_interval_s: float = 0.05
+    thresholds: Thresholds = field(default_factory=Thresholds)
+    guard: bool = False
 
     def __post_init__(self) -> None:
         if self.window_bytes < SMALLEST_WINDOW_BYTES:
@@ -97,8 +169,8 @@ class LoadConfig:
             raise ConfigError(f"wait_for_memory_s={self.wait_for_memory_s}: a time in seconds, 0 for no waiting")
         if self.residency not in tuple(Residency):
             raise ConfigError(f"residency={self.residency!r}: {' or '.join(Residency)}")
-        if self.sample_interval_s <= 0:
-            raise ConfigError(f"sample_interval_s={self.sample_interval_s}: must be positive")
+        if not 0 < self.sample_interval_s <= 0.1:
+            raise ConfigError(f"sample_interval_s={self.sample_interval_s}: above 0 and no more than 0.1")
 
     def with_changes(self, **changes: Any) -> LoadConfig:
         """A copy with some fields replaced; fields given as None keep their value."""
@@ -124,12 +196,20 @@ def config_from_environment(environment: Mapping[str, str] = os.environ) -> Load
 
 
 def _parsed(variable: str, text: str) -> object:
-    field = _VARIABLES[variable]
+    name = _VARIABLES[variable]
     try:
-        if field.endswith("_bytes"):
+        if name.endswith("_bytes"):
             return parse_bytes(text)
-        if field.endswith("_s"):
+        if name.endswith("_s"):
             return parse_seconds(text)
-        return int(text) if field == "io_threads" else text
+        if name == "guard":
+            return _switch(text)
+        return int(text) if name == "io_threads" else text
     except ValueError as error:
         raise ConfigError(f"{variable}={text!r}: {error}") from None
+
+
+def _switch(text: str) -> bool:
+    if text.lower() not in _SWITCH:
+        raise ValueError("1 or 0")
+    return _SWITCH[text.lower()]

@@ -6,8 +6,8 @@ attributes, and says in its message what to do next. This module imports nothing
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 __all__ = [
     "AmbiguousCheckpointError",
@@ -29,6 +29,7 @@ __all__ = [
     "KeyMismatchError",
     "LegacyPickleError",
     "LfsPointerError",
+    "MemoryOverrunError",
     "MetadataError",
     "MissingDependencyError",
     "MissingShardError",
@@ -378,6 +379,43 @@ class InsufficientMemoryError(UmemError, MemoryError):
         self.largest = tuple(largest)
         self.processes = tuple(processes)
         self.remedies = tuple(remedies)
+        super().__init__(message)
+
+
+class MemoryOverrunError(UmemError, MemoryError):
+    """Memory ran short while a load was under way, and the load stopped and gave back what it had taken.
+
+    Attributes
+    ----------
+    cause
+        `own`, `other_process`, `swap`, `thrash`, `fragmentation` or `pressure`.
+    rule, value, threshold
+        The rule that stopped it, what it saw, and its bound.
+    process
+        The process that grew most meanwhile, with the bytes by which it grew; None where none did that can be told.
+    series, verdicts
+        Memory over time and the changes of level, as in a load report's JSON.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        cause: str,
+        rule: str,
+        value: float,
+        threshold: float,
+        process: ProcessMemory | None,
+        series: Sequence[Mapping[str, Any]],
+        verdicts: Sequence[Mapping[str, Any]],
+    ) -> None:
+        self.cause = cause
+        self.rule = rule
+        self.value = value
+        self.threshold = threshold
+        self.process = process
+        self.series = tuple(series)
+        self.verdicts = tuple(verdicts)
         super().__init__(message)
 
 

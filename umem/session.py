@@ -8,6 +8,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
@@ -16,18 +18,32 @@ from umem._types import format_bytes
 from umem.admission import Admission, Waiting
 from umem.checkpoint import Checkpoint, open_checkpoint
 from umem.checkpoint.offload import OffloadFile
-from umem.checkpoint.pagecache import cached_bytes_of_files
+from umem.checkpoint.pagecache import CachePolicy, cached_bytes_of_files
 from umem.checkpoint.readers import ReaderChoice, choose_readers
 from umem.config import LoadConfig, config_from_environment
-from umem.errors import UmemError
+from umem.errors import MemoryOverrunError, UmemError
+from umem.guard import Guard
 from umem.machine import MachineSnapshot, facts_of, probe
-from umem.planning import Budget, LoadPlan
-from umem.probes import Monitor, classify
+from umem.planning import Budget, Limit, LoadPlan
+from umem.probes import (
+    Expectation,
+    LoadStoppedError,
+    Monitor,
+    PlatformClass,
+    census,
+    classify,
+    device_processes,
+    floors_within,
+    overrun_error,
+    process_name,
+    processes_in_group,
+)
 from umem.report.model import LoadReport, Stopwatch
 
 if TYPE_CHECKING:
     import torch
 
+    from umem.probes.processes import Census
     from umem.strategies import Outcome, Progress
     from umem.strategies.base import Converter
 
@@ -71,6 +87,7 @@ class LoadSession:
         self._watched: list[str] = []
         self._budget = Budget()
         self._readers = ReaderChoice((), "nothing to read")
+        self._guard: Guard | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -87,10 +104,46 @@ class LoadSession:
             checkpoint = open_checkpoint(path_or_id, revision=revision)
         self._watched = [shard.path for shard in checkpoint.shards if not shard.is_remote]
         self._monitor = Monitor(
-            interval_s=self.config.sample_interval_s, cached_file_bytes=lambda: cached_bytes_of_files(self._watched)
+            interval_s=self.config.sample_interval_s,
+            cached_file_bytes=lambda: cached_bytes_of_files(self._watched),
+            device_bytes=self._device_bytes,
+            thresholds=self.config.thresholds,
+            sampled=self._beat,
+            take_census=self._census,
         )
         self._monitor.__enter__()
         return checkpoint
+
+    @contextlib.contextmanager
+    def _guarding(self) -> Iterator[None]:
+        """Have the load guarded, where that was asked for."""
+        if not self.config.guard:
+            yield
+            return
+        with Guard() as self._guard:
+            yield
+        self._guard = None
+
+    def _beat(self) -> None:
+        if (guard := self._guard) is not None:
+            guard.beat()
+
+    def _device_bytes(self) -> int | None:
+        """What torch holds for this process of a memory that the device shares with the processor."""
+        if self.platform.kind is not PlatformClass.UNIFIED or "torch" not in sys.modules:
+            return None
+        import torch
+
+        if not (self.platform.device.startswith("cuda") and torch.cuda.is_initialized()):
+            return None
+        return torch.cuda.memory_reserved(self.platform.device)
+
+    def _census(self) -> Census:
+        """The memory of other processes; on a shared memory on both sides."""
+        found = Counter(census())
+        if self.platform.kind is PlatformClass.UNIFIED:
+            found.update({process.pid: process.nbytes for process in device_processes(self._facts.driver.bus_id)})
+        return found
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -143,11 +196,13 @@ class LoadSession:
         ------
         InsufficientMemoryError
             It does not fit, also not within the time that it may wait; nothing was read.
+        MemoryOverrunError
+            Memory ran short on the way; everything is freed.
         """
         self._plan = load_plan
         with self.stopwatch.phase("wait"):
             admission = Admission.of(load_plan, self._facts, self.config, waiting=self._waiting)
-        with admission:
+        with admission, self._guarding():
             self._budget = admission.machine.budget
             if load_plan.forecast.read_bytes:
                 self._readers = choose_readers(self.config.reader, load_plan.checkpoint.shards)
@@ -166,8 +221,9 @@ class LoadSession:
         def progress(now: Progress) -> None:
             admission.taken(now.read_bytes / max(1, now.total_bytes))
             if self._progress is not None:
-                self._progress(now)
+                self._progress(now._replace(sample=monitor.samples[-1], verdicts=tuple(monitor.verdicts)))
 
+        monitor = self._watch
         execution = Execution(
             window_bytes=load_plan.forecast.window_bytes,
             block_bytes=self.config.block_bytes,
@@ -176,19 +232,71 @@ class LoadSession:
             cache_policy=admission.machine.reading.page_cache,
             convert=convert,
             progress=progress,
+            watch=monitor,
             offload=offload,
         )
         self._watched += [offload.path] if offload is not None else []
         outcome = Outcome()
+        self._expect(load_plan, admission)
+        stopped = False
         with self.stopwatch.phase("run"):
             try:
                 execute(load_plan, execution, live=live, outcome=outcome)
+            except LoadStoppedError:
+                stopped = True  # raised below, where no traceback of it keeps what the load had taken
             except BaseException as error:
                 _say_what_is_spoiled(error, outcome.touched & set(live or ()))
                 raise
+        if stopped:
+            overrun = self._overrun()
+            _say_what_is_spoiled(overrun, outcome.touched & set(live or ()))
+            raise overrun
+        monitor.rest()
         self._outcome = outcome
         self._split_run_phase(outcome.seconds)
         return outcome.tensors
+
+    @property
+    def _watch(self) -> Monitor:
+        if self._monitor is None:
+            raise ValueError("there is no open checkpoint to load from")
+        return self._monitor
+
+    def _expect(self, load_plan: LoadPlan, admission: Admission) -> None:
+        """Have memory judged by what the load was let in for."""
+        forecast, budget = load_plan.forecast, self._budget
+        is_shared = budget.device is None
+        final = forecast.final_bytes if is_shared else forecast.final_bytes_by_device.get("cpu", 0)
+        expected = Expectation(
+            taken_bytes=budget.needs_of(load_plan).memory_bytes,
+            peak_bytes=final + forecast.window_bytes + forecast.scratch_bytes,
+            allowed_bytes=self.config.memory_budget_bytes if is_shared else None,
+            system_reserve_bytes=budget.reserve_bytes(Limit.SYSTEM),
+            group_reserve_bytes=budget.reserve_bytes(Limit.GROUP),
+            counts_cache=admission.machine.reading.page_cache is not CachePolicy.KEEP,
+        )
+        self._watch.expect(expected)
+        if self._guard is not None:
+            reserves = {"system": expected.system_reserve_bytes, "group": expected.group_reserve_bytes}
+            thresholds = self.config.thresholds
+            self._guard.arm({name: floors_within(reserve, thresholds).hard for name, reserve in reserves.items()})
+
+    def _overrun(self) -> MemoryOverrunError:
+        """Why the watch stopped the load. Everything that it had taken is free by now, garbage included."""
+        import torch
+
+        gc.collect(1)  # a full one holds the interpreter, and the error, for tenths of a second
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+        monitor = self._watch
+        verdict = monitor.verdicts[-1]
+        grown = monitor.grown_processes()
+        if monitor.policy.is_in_group(verdict):
+            members = processes_in_group()
+            grown = {pid: count for pid, count in grown.items() if pid in members}
+        if self._guard is not None:
+            grown = {pid: count for pid, count in grown.items() if pid != self._guard.pid}
+        return overrun_error(verdict, monitor.policy, monitor.samples, monitor.verdicts, grown, process_name)
 
     def _waiting(self, now: Waiting) -> None:
         """Tell whoever follows the load what it waits for."""
@@ -215,7 +323,7 @@ class LoadSession:
         if self._monitor is None or self._plan is None or self._outcome is None:
             raise ValueError("there is no finished load to report on")
         self._monitor.__exit__(None, None, None)
-        samples, self._monitor = self._monitor.samples, None
+        monitor, self._monitor = self._monitor, None
         return LoadReport(
             plan=self._plan,
             platform=self.platform,
@@ -224,12 +332,13 @@ class LoadSession:
             copier=self._outcome.copier,
             copier_reason=self._outcome.copier_reason,
             seconds=self.stopwatch.seconds,
-            thread_seconds=self._outcome.thread_seconds,
+            thread_seconds={**self._outcome.thread_seconds, "watch": monitor.cpu_s},
             window_peak_bytes=self._outcome.window_peak_bytes,
             huge_pages=self._outcome.huge_pages,
             available_bytes=self._budget.available_bytes,
             available_source=self._budget.source,
-            samples=samples,
+            samples=monitor.samples,
+            verdicts=tuple(monitor.verdicts),
             spans=sorted(self.stopwatch.spans, key=lambda span: span[1]),
         )
 

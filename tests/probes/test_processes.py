@@ -8,7 +8,7 @@ import sys
 from types import SimpleNamespace
 from typing import Any
 
-from umem.probes import biggest_processes, device_processes, processes_in_group
+from umem.probes import biggest_processes, census, device_processes, processes_in_group
 
 MIB = 1 << 20
 HOLD = """
@@ -61,3 +61,26 @@ def test_processes_on_a_device() -> None:
     nvml.nvmlDeviceGetHandleByPciBusId = refuse
     assert device_processes("0000:01:00.0", lambda _name: nvml) == ()
     assert device_processes(None) == ()
+
+
+def test_a_census_tells_how_much_a_process_grew() -> None:
+    code = (
+        "import sys; held = bytearray(b'x') * (32 << 20); print('small', flush=True); sys.stdin.readline();"
+        "more = bytearray(b'x') * (64 << 20); print('large', flush=True); sys.stdin.readline()"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        process.stdout.readline()
+        before = census()
+        process.stdin.write("\n")
+        process.stdin.flush()
+        process.stdout.readline()
+        after = census()
+    finally:
+        process.kill()
+        process.communicate()
+    assert 32 << 20 <= before[process.pid] < 64 << 20
+    assert 64 << 20 <= after[process.pid] - before[process.pid] < 68 << 20
+    assert os.getpid() not in after

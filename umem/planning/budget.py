@@ -48,11 +48,12 @@ class Limit(StrEnum):
 
 
 class Allowance(NamedTuple):
-    """Bytes that may be taken as far as one limit goes, and the words for where the number comes from."""
+    """Bytes that may be taken as far as one limit goes, the words for where the number comes from, what stays free."""
 
     limit: Limit
     available_bytes: int
     source: str
+    reserve_bytes: int = 0
 
 
 class LargeBlocks(NamedTuple):
@@ -160,6 +161,10 @@ class Budget:
     def source(self) -> str:
         """Where that number comes from, for people."""
         return self.tightest.source if self.tightest else "the machine does not tell"
+
+    def reserve_bytes(self, limit: Limit) -> int:
+        """What stays free of the system's memory as far as that limit goes."""
+        return max((allowance.reserve_bytes for allowance in self.memory if allowance.limit is limit), default=0)
 
     def with_more(self, nbytes: int, *limits: Limit) -> Self:
         """The budget if these limits gave so much more."""
@@ -280,4 +285,4 @@ def _allowance(
         loads = "another load" if supply.other_loads == 1 else f"{supply.other_loads} other loads"
         less.append(f"{format_bytes(claimed_bytes)} that {loads} will take")
     words = f"{name} less {' and '.join(less)}" if less else name
-    return Allowance(limit, max(0, available_bytes - reserve_bytes - claimed_bytes), words)
+    return Allowance(limit, max(0, available_bytes - reserve_bytes - claimed_bytes), words, reserve_bytes)

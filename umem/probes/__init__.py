@@ -4,15 +4,23 @@ from umem.probes.cgroup import CgroupMemory, read_cgroup
 from umem.probes.device import DeviceMemory, read_device_memory
 from umem.probes.facts import DriverFacts, KernelFacts, Node, NvmlFacts, PlatformFacts, TorchFacts, gather_facts
 from umem.probes.memory import MemoryProbe, MemorySnapshot, free_in_blocks_of, is_virtual_machine
-from umem.probes.monitor import Monitor, Sample
+from umem.probes.monitor import LoadStoppedError, LoadWatch, Monitor, Unwatched
+from umem.probes.overrun import Cause, overrun_error
 from umem.probes.platform import Platform, PlatformClass, classify, probe_platform
-from umem.probes.processes import biggest_processes, device_processes, processes_in_group
+from umem.probes.policy import Expectation, Policy, floors_within
+from umem.probes.processes import biggest_processes, census, device_processes, process_name, processes_in_group
+from umem.probes.verdicts import Level, Rule, Sample, Verdict
 
 __all__ = [
+    "Cause",
     "CgroupMemory",
     "DeviceMemory",
     "DriverFacts",
+    "Expectation",
     "KernelFacts",
+    "Level",
+    "LoadStoppedError",
+    "LoadWatch",
     "MemoryProbe",
     "MemorySnapshot",
     "Monitor",
@@ -21,15 +29,23 @@ __all__ = [
     "Platform",
     "PlatformClass",
     "PlatformFacts",
+    "Policy",
+    "Rule",
     "Sample",
     "TorchFacts",
+    "Unwatched",
+    "Verdict",
     "biggest_processes",
+    "census",
     "classify",
     "device_processes",
+    "floors_within",
     "free_in_blocks_of",
     "gather_facts",
     "is_virtual_machine",
+    "overrun_error",
     "probe_platform",
+    "process_name",
     "processes_in_group",
     "read_cgroup",
     "read_device_memory",

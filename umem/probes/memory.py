@@ -186,6 +186,8 @@ class MemoryProbe:
         self._pressure = KernelFile(proc / "pressure/memory")
         self._cgroups = CgroupProbe(proc, cgroups)
         self._page_bytes = os.sysconf("SC_PAGESIZE")
+        self._counters: dict[str, Any] = {}
+        self._counters_s: float | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -199,13 +201,20 @@ class MemoryProbe:
             file.close()
         self._cgroups.close()
 
-    def sample(self) -> MemorySnapshot:
-        """Memory now."""
-        meminfo, status, vmstat = self._meminfo.values(), self._status.values(), self._vmstat.values()
-        pressure = _pressure(self._pressure.read())
-        some, full = pressure.get("some", (None, None)), pressure.get("full", (None, None))
+    def sample(self, *, counters_within_s: float = 0.0) -> MemorySnapshot:
+        """Memory now.
+
+        Parameters
+        ----------
+        counters_within_s
+            How old the free blocks and the counts of events may be; reading them is half of a sample's cost.
+        """
+        now_s = time.monotonic()
+        if self._counters_s is None or now_s - self._counters_s > counters_within_s:
+            self._counters, self._counters_s = self._read_counters(), now_s
+        meminfo, status = self._meminfo.values(), self._status.values()
         return MemorySnapshot(
-            time_s=time.monotonic(),
+            time_s=now_s,
             total_bytes=_kib(meminfo, "MemTotal"),
             free_bytes=_kib(meminfo, "MemFree"),
             available_bytes=_kib(meminfo, "MemAvailable"),
@@ -216,29 +225,36 @@ class MemoryProbe:
             free_huge_pages=meminfo.get("HugePages_Free"),
             huge_page_bytes=_kib(meminfo, "Hugepagesize"),
             page_bytes=self._page_bytes,
-            free_blocks=_free_blocks(self._buddyinfo.read().decode("ascii", "replace")),
             cgroups=self._cgroups.sample(),
             anonymous_bytes=_kib(status, "RssAnon"),
             file_bytes=_kib(status, "RssFile"),
             shared_bytes=_kib(status, "RssShmem"),
             swapped_bytes=_kib(status, "VmSwap"),
             peak_resident_bytes=_kib(status, "VmHWM"),
-            major_faults=_major_faults(self._stat.read()),
-            pressure_some_us=some[0],
-            pressure_full_us=full[0],
-            pressure_some_percent=some[1],
-            pressure_full_percent=full[1],
-            swapped_in_pages=vmstat.get("pswpin"),
-            swapped_out_pages=vmstat.get("pswpout"),
-            refaulted_file_pages=vmstat.get("workingset_refault_file"),
-            refaulted_anonymous_pages=vmstat.get("workingset_refault_anon"),
-            allocation_stalls=_sum(*(count for name, count in vmstat.items() if name.startswith("allocstall_"))),
-            directly_scanned_pages=vmstat.get("pgscan_direct"),
-            compaction_stalls=vmstat.get("compact_stall"),
-            compaction_failures=vmstat.get("compact_fail"),
-            system_major_faults=vmstat.get("pgmajfault"),
-            oom_kills=vmstat.get("oom_kill"),
+            **self._counters,
         )
+
+    def _read_counters(self) -> dict[str, Any]:
+        vmstat, pressure = self._vmstat.values(), _pressure(self._pressure.read())
+        some, full = pressure.get("some", (None, None)), pressure.get("full", (None, None))
+        return {
+            "free_blocks": _free_blocks(self._buddyinfo.read().decode("ascii", "replace")),
+            "major_faults": _major_faults(self._stat.read()),
+            "pressure_some_us": some[0],
+            "pressure_full_us": full[0],
+            "pressure_some_percent": some[1],
+            "pressure_full_percent": full[1],
+            "swapped_in_pages": vmstat.get("pswpin"),
+            "swapped_out_pages": vmstat.get("pswpout"),
+            "refaulted_file_pages": vmstat.get("workingset_refault_file"),
+            "refaulted_anonymous_pages": vmstat.get("workingset_refault_anon"),
+            "allocation_stalls": _sum(*(count for name, count in vmstat.items() if name.startswith("allocstall_"))),
+            "directly_scanned_pages": vmstat.get("pgscan_direct"),
+            "compaction_stalls": vmstat.get("compact_stall"),
+            "compaction_failures": vmstat.get("compact_fail"),
+            "system_major_faults": vmstat.get("pgmajfault"),
+            "oom_kills": vmstat.get("oom_kill"),
+        }
 
 
 def _kib(values: Mapping[str, int], name: str) -> int | None:

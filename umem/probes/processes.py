@@ -1,4 +1,7 @@
-"""Other processes and the memory they hold, for the refusal of a load. Slow beside a memory sample: ask only then."""
+"""Other processes and the memory they hold, for a load that is refused or stopped. Slow beside a memory sample.
+
+A census counts all processes quickly (about 20 microseconds each), so that growth between two of them can be told.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,36 @@ import psutil
 from umem.errors import ProcessMemory
 from umem.probes.kernel_files import CounterFile
 
-__all__ = ["biggest_processes", "device_processes", "processes_in_group"]
+__all__ = ["Census", "biggest_processes", "census", "device_processes", "process_name", "processes_in_group"]
 
 _LEAST_BYTES = 64 << 20
+_WORTH_A_LOOK_BYTES = 16 << 20
+_PAGE_BYTES = os.sysconf("SC_PAGESIZE")
+
+#: Process number -> anonymous and shared memory in bytes.
+Census = dict[int, int]
+
+
+def census(*, proc: Path = Path("/proc")) -> Census:
+    """The memory of the processes besides this one, in bytes; those below 16 MiB are left out."""
+    found: Census = {}
+    for name in os.listdir(proc):
+        if not name.isdigit() or int(name) == os.getpid():
+            continue
+        try:
+            resident = int((proc / name / "statm").read_bytes().split()[1]) * _PAGE_BYTES
+        except (OSError, ValueError, IndexError):
+            continue
+        if resident >= _WORTH_A_LOOK_BYTES:
+            found[int(name)] = _held_bytes(proc / name)
+    return found
+
+
+def _held_bytes(directory: Path) -> int:
+    file = CounterFile(directory / "status", ("RssAnon", "RssShmem"))
+    nbytes = sum(file.values().values()) * 1024
+    file.close()
+    return nbytes
 
 
 def biggest_processes(count: int = 10, *, proc: Path = Path("/proc")) -> tuple[ProcessMemory, ...]:
@@ -30,10 +60,7 @@ def biggest_processes(count: int = 10, *, proc: Path = Path("/proc")) -> tuple[P
 
 
 def _memory(process: psutil.Process, proc: Path) -> ProcessMemory:
-    file = CounterFile(proc / str(process.pid) / "status", ("RssAnon", "RssShmem"))
-    nbytes = sum(file.values().values()) * 1024
-    file.close()
-    return ProcessMemory(process.pid, process.info["name"] or "?", nbytes)
+    return ProcessMemory(process.pid, process.info["name"] or "?", _held_bytes(proc / str(process.pid)))
 
 
 def processes_in_group(*, proc: Path = Path("/proc")) -> frozenset[int]:
@@ -69,14 +96,15 @@ def device_processes(bus_id: str | None, load: Callable[[str], Any] = import_mod
     finally:
         nvml.nvmlShutdown()
     found = [
-        ProcessMemory(int(process.pid), _name(int(process.pid)), int(process.usedGpuMemory or 0))
+        ProcessMemory(int(process.pid), process_name(int(process.pid)), int(process.usedGpuMemory or 0))
         for process in running
         if int(process.pid) != os.getpid()
     ]
     return tuple(sorted(found, key=lambda process: -process.nbytes))
 
 
-def _name(pid: int) -> str:
+def process_name(pid: int) -> str:
+    """The name of a process; `?` where that is not to be had."""
     try:
         return str(psutil.Process(pid).name())
     except psutil.Error:

@@ -10,9 +10,8 @@ from typing import Any
 
 from umem._display import Displayed
 from umem.planning.plan import LoadPlan
-from umem.probes.memory import MemorySnapshot
-from umem.probes.monitor import Sample
 from umem.probes.platform import Platform
+from umem.probes.verdicts import Sample, Verdict
 
 __all__ = ["PHASES", "REPORT_SCHEMA_VERSION", "LoadReport", "Peaks", "Stopwatch", "peaks_of"]
 
@@ -126,7 +125,7 @@ class LoadReport(Displayed):
     seconds
         Wall time by phase (`PHASES`). Reading and converting casts overlap; both are in `read`.
     thread_seconds
-        Time summed over the reading threads: waiting for bytes, delivering them.
+        Time summed over the reading threads: waiting for bytes, delivering them; and processor time of the watch.
     window_peak_bytes
         The most that was live in the window.
     huge_pages
@@ -135,6 +134,8 @@ class LoadReport(Displayed):
         What the budget allowed, and where the number comes from.
     samples
         Memory over time.
+    verdicts
+        When the watch had the load go on slower and faster again, and why.
     spans
         (phase, start, end) by `time.monotonic()`.
     """
@@ -152,6 +153,7 @@ class LoadReport(Displayed):
     available_bytes: int | None
     available_source: str
     samples: Sequence[Sample] = field(repr=False)
+    verdicts: Sequence[Verdict]
     spans: Sequence[tuple[str, float, float]] = field(repr=False)
 
     @property
@@ -202,7 +204,8 @@ class LoadReport(Displayed):
                 "window_bytes": self.window_peak_bytes,
                 **{name: getattr(peaks, name) for name in peaks.__dataclass_fields__},
             },
-            "series": [_sample_json(sample, self.samples[0].memory) for sample in self.samples],
+            "series": [sample.to_json(self.samples[0]) for sample in self.samples],
+            "verdicts": [verdict.to_json(self.started_s) for verdict in self.verdicts],
             "phases": [
                 {"phase": name, "start_s": start - self.started_s, "end_s": end - self.started_s}
                 for name, start, end in self.spans
@@ -216,18 +219,6 @@ class LoadReport(Displayed):
 
 
 def _physical(sample: Sample) -> int | None:
-    memory = sample.memory
-    if memory.anonymous_bytes is None:
+    if sample.memory.anonymous_bytes is None:
         return None
-    return memory.anonymous_bytes + (memory.shared_bytes or 0) + (sample.cached_file_bytes or 0)
-
-
-def _sample_json(sample: Sample, first: MemorySnapshot) -> dict[str, Any]:
-    memory = sample.memory
-    return {
-        "time_s": memory.time_s - first.time_s,
-        "anonymous_bytes": memory.anonymous_bytes,
-        "file_bytes": memory.file_bytes,
-        "page_cache_bytes": sample.cached_file_bytes,
-        "available_bytes": memory.available_bytes,
-    }
+    return sample.own_bytes + (sample.cached_file_bytes or 0)

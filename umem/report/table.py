@@ -10,6 +10,7 @@ from umem._types import format_bytes
 from umem.machine import MachineSnapshot
 from umem.planning.budget import Allowance
 from umem.planning.plan import LoadPlan
+from umem.report.live import change_line
 from umem.report.model import PHASES, LoadReport
 
 __all__ = ["machine_table", "plan_table", "report_table", "verdict_table"]
@@ -63,6 +64,10 @@ def report_table(report: LoadReport) -> RenderableType:
     facts.add_row(
         "faults", f"{peaks.major_faults} major; swap {peaks.swapped_in_pages} pages in, {peaks.swapped_out_pages} out"
     )
+    for verdict in report.verdicts[:_SHOWN]:
+        facts.add_row("watch", change_line(verdict, report.started_s))
+    if len(report.verdicts) > _SHOWN:
+        facts.add_row("", f"and {len(report.verdicts) - _SHOWN} more changes of pace")
     return Group(facts, _routes(report.plan))
 
 

@@ -1,5 +1,6 @@
 """Strategies: run a plan inside a window. Knows no frameworks and no names of models."""
 
-from umem.strategies.executor import Execution, Outcome, Progress, execute
+from umem.strategies.execution import Execution, Outcome, Progress
+from umem.strategies.executor import execute
 
 __all__ = ["Execution", "Outcome", "Progress", "execute"]

@@ -23,6 +23,7 @@ __all__ = [
     "Destination",
     "allocate",
     "destination_of",
+    "discard",
     "has_own_pages",
     "huge_pages_pay",
     "in_file",
@@ -36,6 +37,9 @@ _TRIAL_BYTES = 8 << 20
 _TRIAL_FROM_BYTES = 256 << 20
 _TRIALS = 3
 _MUST_GAIN = 0.9
+
+_DONTNEED = getattr(mmap, "MADV_DONTNEED", 4)
+_libc = ctypes.CDLL(None)
 
 _RAW = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
@@ -106,6 +110,15 @@ def allocate(target: Target, *, huge_pages: bool | None, residue: int = 0) -> to
 def has_own_pages(target: Target) -> bool:
     """Whether `allocate` gives the target pages of its own."""
     return target.device == "cpu" and target.nbytes >= _OWN_PAGES_BYTES
+
+
+def discard(tensor: torch.Tensor) -> None:
+    """Give back the memory of a tensor that `allocate` gave pages of its own, also while others still write to it.
+
+    What was in it is lost; writing goes on into fresh pages. Nothing where the system has no such call.
+    """
+    start = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+    _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(tensor.data_ptr() + tensor.nbytes - start), _DONTNEED)
 
 
 def destination_of(target: Target, tensor: torch.Tensor) -> Destination:

@@ -17,6 +17,8 @@ import torch
 from umem.checkpoint.entries import Shard
 from umem.checkpoint.pagecache import DropBehind
 from umem.checkpoint.readers import CancellableHandle, Reader, ReadHandle
+from umem.probes.monitor import LoadWatch
+from umem.probes.verdicts import Level
 from umem.strategies.blocks import Block
 from umem.strategies.copiers import Copier
 from umem.strategies.delivery import Delivery
@@ -24,23 +26,42 @@ from umem.strategies.window import Window, WindowClosedError
 
 __all__ = ["Feeder", "Job", "Worker"]
 
+_LOOK_AGAIN_S = 0.02
+
 
 class Feeder:
-    """Hands out blocks in order, to several threads, until stopped."""
+    """Hands out blocks in order, to several threads, until stopped; one at a time while the watch asks for less.
 
-    def __init__(self, blocks: Sequence[Block]) -> None:
+    A thread that asks for a block is done with its last one.
+    """
+
+    def __init__(self, blocks: Sequence[Block], watch: LoadWatch) -> None:
         self._blocks = iter(blocks)
-        self._lock = threading.Lock()
+        self._watch = watch
+        self._changed = threading.Condition()
+        self._busy: set[int] = set()
         self._stopped = False
 
     def next(self) -> Block | None:
-        """The next block; None when there are no more, or after `stop`."""
-        with self._lock:
-            return None if self._stopped else next(self._blocks, None)
+        """The next block; None when there are no more, after `stop`, or when the watch ends the load."""
+        me = threading.get_ident()
+        with self._changed:
+            self._busy.discard(me)
+            self._changed.notify_all()
+            while self._watch.level is Level.SOFT and self._busy and not self._stopped:
+                self._changed.wait(_LOOK_AGAIN_S)
+            if self._stopped or self._watch.level is Level.HARD:
+                return None
+            block = next(self._blocks, None)
+            if block is not None:
+                self._busy.add(me)
+            return block
 
     def stop(self) -> None:
         """Hand out no more."""
-        self._stopped = True
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from umem.adapters.layout import concatenate, stack, stored
 from umem.checkpoint import Checkpoint, open_checkpoint
 from umem.planning import Adaptation, LoadPlan, Target, Targets, View, Write, make_plan
 from umem.planning.writes import Factor
-from umem.strategies import copiers, executor
+from umem.strategies import copiers, executor, placing
 from umem.strategies.storage import allocate
 
 KIND = "fake"
@@ -33,6 +33,7 @@ class FakeMachine(contextlib.AbstractContextManager["FakeMachine"]):
         if registered:
             monkeypatch.setitem(copiers.ACCELERATORS, KIND, lambda: late)
         monkeypatch.setattr(executor, "allocate", _allocate)
+        monkeypatch.setattr(placing, "allocate", _allocate)
 
     def __enter__(self) -> Self:
         return self

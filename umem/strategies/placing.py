@@ -1,0 +1,123 @@
+"""Gives every target its final storage before anything is read: new memory, the caller's tensor, pages of files.
+
+Conversions that their owner runs bring storage of their own. New memory begins where in a page most of what it gets
+lies in the file, so that direct reads need no copy.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+
+from umem.checkpoint.offload import OffloadFile
+from umem.planning.plan import LoadPlan
+from umem.planning.targets import DISK, Target
+from umem.planning.writes import Route
+from umem.strategies.mapped import MappedShards
+from umem.strategies.registry import is_block_route
+from umem.strategies.storage import (
+    Destination,
+    allocate,
+    destination_of,
+    discard,
+    has_own_pages,
+    huge_pages_pay,
+    in_file,
+)
+
+__all__ = ["FinalStorage"]
+
+
+class FinalStorage:
+    """The destinations of a plan's targets, by name.
+
+    Parameters
+    ----------
+    alignments
+        By shard, the congruence of addresses and offsets that spares the reader a copy.
+    offload
+        The file for targets on disk.
+    """
+
+    def __init__(self, plan: LoadPlan, alignments: Sequence[int], offload: OffloadFile | None) -> None:
+        self.destinations: dict[str, Destination] = {}
+        self.huge_pages: bool | None = None
+        self._plan, self._alignments, self._offload = plan, alignments, offload
+        self._fresh: set[str] = set()
+
+    def place(self, live: Mapping[str, torch.Tensor], before_each: Callable[[], None]) -> None:
+        """Give every target that is live, mapped or filled by blocks its destination.
+
+        Parameters
+        ----------
+        live
+            Target name -> tensor to fill in place.
+        before_each
+            Called before each allocation; may end the load.
+        """
+        plan = self._plan
+        blocks = (group for group in plan.groups if is_block_route(group.route))
+        written = {plan.targets[name].name for group in blocks for name in group.targets}
+        fresh = [target for target in plan.filled if target.name in written and target.name not in live]
+        self.huge_pages = huge_pages_pay(sum(target.nbytes for target in fresh if target.device == "cpu"))
+        residues = self._residues()
+        self._fresh.update(target.name for target in fresh)
+        for target in fresh:
+            before_each()
+            if target.device == DISK:
+                self.destinations[target.name] = self._on_disk(target)
+            else:
+                tensor = allocate(target, huge_pages=self.huge_pages, residue=residues.get(target.name, 0))
+                self.destinations[target.name] = destination_of(target, tensor)
+        self.destinations.update({destination.target.name: destination for destination in self._mapped()})
+        self.destinations.update({name: destination_of(plan.targets[name], tensor) for name, tensor in live.items()})
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The final tensors that are in memory, by target name."""
+        in_memory = (place for place in self.destinations.values() if place.target.device != DISK)
+        return {place.target.name: place.tensor for place in in_memory}
+
+    def discard(self) -> None:
+        """Give back what new memory holds now, while others may still refer to it."""
+        for destination in self.destinations.values():
+            if destination.target.name in self._fresh and has_own_pages(destination.target):
+                discard(destination.tensor)
+
+    def let_go(self) -> None:
+        """Refer to nothing any more; a kept traceback must not keep the model's memory."""
+        self.destinations.clear()
+
+    def _on_disk(self, target: Target) -> Destination:
+        if self._offload is None:
+            raise ValueError(f"the plan puts {target.name} on disk, but no file for it was given")
+        return in_file(target, self._offload.memory, self._offload.start_of(target.name))
+
+    def _mapped(self) -> Iterator[Destination]:
+        """The targets of the mapped route, with their pages of the files."""
+        shards = MappedShards()
+        for group in self._plan.groups:
+            if group.route is Route.MAPPED:
+                write = group.writes[0]
+                target = self._plan.targets[write.target]
+                yield destination_of(
+                    target, shards.tensor(self._plan.checkpoint.shards[write.entry.shard], write.entry, target)
+                )
+
+    def _residues(self) -> dict[str, int]:
+        """By target, where in a page its storage begins so that most of its bytes lie congruent to the file."""
+        votes: dict[str, Counter[int]] = {}
+        for group in self._plan.groups:
+            if group.route is not Route.DIRECT or not group.read_bytes:
+                continue
+            alignment = self._alignments[group.entries[0].shard]
+            if alignment == 1:
+                continue
+            for write in group.writes:
+                target = self._plan.targets[write.target]
+                if has_own_pages(target) and write.destination.runs_row_major():
+                    start = write.entry.start - write.destination.offset * write.entry.dtype.itemsize
+                    votes.setdefault(target.name, Counter())[start % alignment] += write.entry.nbytes
+        return {name: counts.most_common(1)[0][0] for name, counts in votes.items()}
