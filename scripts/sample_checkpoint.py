@@ -158,7 +158,7 @@ def layers_of_size(kind: str, size_bytes: int) -> int:
 def write_sample(directory: Path, kind: str = "moe", **changes: Any) -> None:
     """Write the checkpoint, unless it is there whole; `changes` are of the kind's config."""
     config, tensors = KINDS[kind]
-    config |= changes
+    config = config | changes
     write_checkpoint(directory, tensors(config), config=config)
 
 

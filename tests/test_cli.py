@@ -130,6 +130,9 @@ def test_refusals_are_one_message_on_standard_error(model: Path, tmp_path: Path)
         (["load"], 2, "Missing argument"),
         (["load", model, "--widow", "1GiB"], 2, "--window"),
         (["lode", model], 2, "lode"),
+        (["ttff", tmp_path / "none"], 1, "no such file or directory"),
+        (["ttff", model, "--baseline", "vllm"], 1, "transformers, accelerate, safetensors"),
+        (["ttff", model, "--html", tmp_path], 1, "name of a file"),
     ]
     for arguments, status, message in cases:
         done = umem(*map(str, arguments))

@@ -40,6 +40,12 @@ def test_samples_are_models_that_load(kind: str, tmp_path: Path) -> None:
         assert 0.01 < model.get_parameter("model.layers.1.mlp.down_proj.weight").std() < 0.04
 
 
+def test_a_changed_sample_changes_no_other(tmp_path: Path) -> None:
+    layers = layers_of_size("moe", 4 << 30)
+    write_sample(tmp_path, "moe", **SMALL)
+    assert layers_of_size("moe", 4 << 30) == layers
+
+
 def test_numbers_depend_on_names_alone() -> None:
     config, tensors = KINDS["fp8"]
     of_one = {tensor.name: tensor for tensor in tensors(config | SMALL | {"num_hidden_layers": 1})}

@@ -213,8 +213,8 @@ def ttff(
     from umem.measurement.table import ttff_table
     from umem.measurement.ttff import Measurement, measure
 
-    if html is not None and not html.resolve().parent.is_dir():
-        raise ConfigError(f"--html {html}: there is no directory {html.resolve().parent}")
+    if html is not None and (html.is_dir() or not html.resolve().parent.is_dir()):
+        raise ConfigError(f"--html {html}: give the name of a file in a directory that is there")
     wanted = Measurement(
         checkpoint=checkpoint,
         device=device,
