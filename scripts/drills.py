@@ -13,12 +13,11 @@ import tempfile
 from collections import defaultdict
 from pathlib import Path
 
-from measuring import machine
-
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 
 from tests.drills import MIB, Drill, Outcome, drills, failures_of, prepare, run_drill
 from tests.limits import swap_file
+from umem.measurement.provenance import machine
 
 _SWAP_BYTES = 512 * MIB
 _HEADER = ("disaster", "swap", "runs", "loaded", "stopped", "failed", "stop s", "latest s", "left", "kept", "swapped")
