@@ -77,8 +77,8 @@ class FinalStorage:
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
         """The final tensors that are in memory, by target name."""
-        in_memory = (place for place in self.destinations.values() if place.target.device != DISK)
-        return {place.target.name: place.tensor for place in in_memory}
+        in_memory = (name for name in self.destinations if self._plan.targets[name].device != DISK)
+        return {name: self.destinations[name].tensor for name in in_memory}
 
     def discard(self) -> None:
         """Give back what new memory holds now, while others may still refer to it."""
