@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import math
 import mmap
 import os
 import shutil
@@ -188,7 +189,7 @@ def _layout(weights: Iterable[Weight]) -> tuple[bytes, dict[str, int], int]:
     for weight in ordered:
         start = end
         dtype, shape = _declaration(weight)
-        end = start + weight.dtype.itemsize * _product(weight.shape)
+        end = start + weight.dtype.itemsize * math.prod(weight.shape)
         declared[weight.name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
         offsets[weight.name] = start
     text = json.dumps(declared, separators=(",", ":")).encode()
@@ -202,13 +203,6 @@ def _declaration(weight: Weight) -> tuple[str, list[int]]:
     if weight.dtype is DType.F4:
         return weight.dtype.label, [*weight.shape[:-1], 2 * weight.shape[-1]]
     return (weight.dtype if weight.dtype.torch_name else DType.U8).label, list(weight.shape)
-
-
-def _product(shape: Iterable[int]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
 
 
 def _allocate(descriptor: int, path: str, size: int) -> None:

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from enum import StrEnum
 
-__all__ = ["CachePolicy", "DropBehind", "cached_bytes", "cached_bytes_of_files", "cached_ranges", "evict"]
+__all__ = ["CachePolicy", "DropBehind", "cached_bytes", "cached_bytes_of_files", "cached_ranges", "evict", "opened"]
 
 _CACHESTAT = 451
 _FOLIO_BYTES = 2 << 20
@@ -43,7 +43,7 @@ def cached_bytes_of_files(paths: Iterable[str]) -> int | None:
     """Bytes of these files that are in the page cache; None if that is unknown for one of them."""
     total = 0
     for path in paths:
-        with _opened(path) as descriptor:
+        with opened(path) as descriptor:
             cached = None if descriptor is None else cached_bytes(descriptor)
         if cached is None:
             return None
@@ -56,7 +56,7 @@ def cached_ranges(path: str) -> list[range] | None:
 
     Halves the file until a part is in the cache whole or not at all, so a file that is either costs one call.
     """
-    with _opened(path) as descriptor:
+    with opened(path) as descriptor:
         if descriptor is None or cached_bytes(descriptor) is None:
             return None
         found: list[range] = []
@@ -82,7 +82,7 @@ def _cached_parts(descriptor: int, start: int, end: int) -> Iterator[range]:
 
 
 @contextlib.contextmanager
-def _opened(path: str) -> Iterator[int | None]:
+def opened(path: str) -> Iterator[int | None]:
     """A descriptor of the file; None if it cannot be opened."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -156,7 +156,7 @@ class DropBehind:
 
     def _evict_up_to(self, end: int) -> None:
         """Each run is evicted from its start: what an earlier call had to leave, part of a folio, goes then."""
-        with _opened(self._path) as descriptor:
+        with opened(self._path) as descriptor:
             while descriptor is not None and self._runs and self._runs[0].start < end:
                 run = self._runs[0]
                 evict(descriptor, run.start, min(run.stop, end))

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from umem.checkpoint.pagecache import evict
+from umem.checkpoint.pagecache import evict, opened
 from umem.probes.monitor import LoadStoppedError, LoadWatch
 from umem.probes.verdicts import Level
 
@@ -59,14 +59,9 @@ def obey(watch: LoadWatch, relief: Relief) -> None:
 
 
 def _evict(path: str, is_over: Callable[[], bool]) -> None:
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return
-    try:
-        for start in range(0, os.fstat(descriptor).st_size, _PIECE_BYTES):
-            if is_over():
+    with opened(path) as descriptor:
+        size = 0 if descriptor is None else os.fstat(descriptor).st_size
+        for start in range(0, size, _PIECE_BYTES):
+            if descriptor is None or is_over():
                 return
             evict(descriptor, start, start + _PIECE_BYTES)
-    finally:
-        os.close(descriptor)

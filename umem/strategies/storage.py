@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 
 from umem._types import DType
+from umem.checkpoint.pages import give_back
 from umem.planning.targets import Target
 from umem.planning.views import View, carried, contiguous_strides
 from umem.probes.memory import free_in_blocks_of, is_virtual_machine
@@ -37,9 +38,6 @@ _TRIAL_BYTES = 8 << 20
 _TRIAL_FROM_BYTES = 256 << 20
 _TRIALS = 3
 _MUST_GAIN = 0.9
-
-_DONTNEED = getattr(mmap, "MADV_DONTNEED", 4)
-_libc = ctypes.CDLL(None)
 
 _RAW = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
@@ -117,8 +115,7 @@ def discard(tensor: torch.Tensor) -> None:
 
     What was in it is lost; writing goes on into fresh pages. Nothing where the system has no such call.
     """
-    start = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
-    _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(tensor.data_ptr() + tensor.nbytes - start), _DONTNEED)
+    give_back(tensor.data_ptr(), tensor.nbytes)
 
 
 def destination_of(target: Target, tensor: torch.Tensor) -> Destination:

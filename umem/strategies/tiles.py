@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import torch
 
-from umem.checkpoint.first_touch import fault_in
+from umem.checkpoint.pages import fault_in
 
 __all__ = ["TILE_BYTES", "copy_view"]
 

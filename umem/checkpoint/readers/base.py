@@ -17,6 +17,7 @@ from umem.checkpoint.entries import Shard
 from umem.errors import CheckpointError, ReadError, TruncatedFileError
 
 __all__ = [
+    "BEHIND_URLS",
     "COPYING_THREADS",
     "REMOTE_THREADS",
     "WAITING_THREADS",
@@ -24,12 +25,15 @@ __all__ = [
     "ReadHandle",
     "Reader",
     "address_of",
-    "cause_of",
     "ended_early",
     "move_bytes",
     "open_shard",
     "read_failed",
+    "why_not_at_first_read",
 ]
+
+#: Why a reader of local files cannot read others.
+BEHIND_URLS = "they are behind URLs"
 
 #: Threads of a reader that spends its time copying out of the page cache, of one that waits for a drive, and of one
 #: that waits for replies from afar.
@@ -134,10 +138,20 @@ def read_failed(path: str, offset: int, error: OSError) -> ReadError:
     return ReadError(f"reading at byte {offset} failed: {error.strerror}", path=path)
 
 
-def cause_of(error: CheckpointError) -> str:
-    """What the system said, where the error comes from it."""
-    cause = error.__cause__
-    return str(cause.strerror if isinstance(cause, OSError) else error)
+def why_not_at_first_read(reader: Reader, shard: Shard, block_bytes: int, refusal: str) -> str | None:
+    """Why the reader cannot read this shard, which the system says at open or only at the first read; None if it can.
+
+    `refusal` says what is refused; what the system said follows it in brackets.
+    """
+    if shard.is_remote:
+        return BEHIND_URLS
+    try:
+        with reader.open(shard, block_bytes) as handle:
+            handle.fill(0, [memoryview(bytearray(min(1, shard.size_bytes)))])
+    except CheckpointError as error:
+        cause = error.__cause__
+        return f"{refusal} ({cause.strerror if isinstance(cause, OSError) else error})"
+    return None
 
 
 def ended_early(path: str, offset: int) -> TruncatedFileError:

@@ -11,9 +11,16 @@ import os
 from collections.abc import Sequence
 
 from umem.checkpoint.entries import Shard
-from umem.checkpoint.first_touch import fault_in
-from umem.checkpoint.readers.base import COPYING_THREADS, address_of, cause_of, ended_early, open_shard, read_failed
-from umem.errors import CheckpointError
+from umem.checkpoint.pages import fault_in
+from umem.checkpoint.readers.base import (
+    BEHIND_URLS,
+    COPYING_THREADS,
+    address_of,
+    ended_early,
+    open_shard,
+    read_failed,
+    why_not_at_first_read,
+)
 
 __all__ = ["BufferedReader", "DontCacheReader"]
 
@@ -40,7 +47,7 @@ class BufferedReader:
 
     def why_not(self, shard: Shard) -> str | None:
         """It reads every local file."""
-        return "they are behind URLs" if shard.is_remote else None
+        return BEHIND_URLS if shard.is_remote else None
 
 
 class DontCacheReader:
@@ -62,14 +69,9 @@ class DontCacheReader:
 
     def why_not(self, shard: Shard) -> str | None:
         """Whether kernel and file system know the flag; they say so at the first read."""
-        if shard.is_remote or not hasattr(os, "preadv"):
-            return "they are behind URLs" if shard.is_remote else "the system has no preadv"
-        try:
-            with self.open(shard, 1) as handle:
-                handle.fill(0, [memoryview(bytearray(min(1, shard.size_bytes)))])
-        except CheckpointError as error:
-            return f"the system refuses RWF_DONTCACHE ({cause_of(error)})"
-        return None
+        if not hasattr(os, "preadv") and not shard.is_remote:
+            return "the system has no preadv"
+        return why_not_at_first_read(self, shard, 1, "the system refuses RWF_DONTCACHE")
 
 
 class _Handle:

@@ -14,8 +14,14 @@ import os
 from collections.abc import Iterator, Sequence
 
 from umem.checkpoint.entries import Shard
-from umem.checkpoint.readers.base import COPYING_THREADS, cause_of, ended_early, move_bytes, open_shard, read_failed
-from umem.errors import CheckpointError
+from umem.checkpoint.readers.base import (
+    COPYING_THREADS,
+    ended_early,
+    move_bytes,
+    open_shard,
+    read_failed,
+    why_not_at_first_read,
+)
 
 __all__ = ["MappedReader"]
 
@@ -40,14 +46,7 @@ class MappedReader:
 
     def why_not(self, shard: Shard) -> str | None:
         """Whether the first page can be mapped and faulted in."""
-        if shard.is_remote:
-            return "they are behind URLs"
-        try:
-            with self.open(shard, mmap.PAGESIZE) as handle:
-                handle.fill(0, [memoryview(bytearray(min(1, shard.size_bytes)))])
-        except CheckpointError as error:
-            return f"the file cannot be mapped and faulted in ({cause_of(error)})"
-        return None
+        return why_not_at_first_read(self, shard, mmap.PAGESIZE, "the file cannot be mapped and faulted in")
 
 
 class _MappedHandle:

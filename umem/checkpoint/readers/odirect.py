@@ -19,13 +19,12 @@ from umem.checkpoint.entries import Shard
 from umem.checkpoint.readers.base import (
     WAITING_THREADS,
     address_of,
-    cause_of,
     ended_early,
     move_bytes,
     open_shard,
     read_failed,
+    why_not_at_first_read,
 )
-from umem.errors import CheckpointError
 
 __all__ = ["ODirectReader"]
 
@@ -61,16 +60,9 @@ class ODirectReader:
 
     def why_not(self, shard: Shard) -> str | None:
         """Whether a read at the start of the file works: file systems refuse O_DIRECT at open or only then."""
-        if not _FLAG:
+        if not _FLAG and not shard.is_remote:
             return "the system has no O_DIRECT"
-        if shard.is_remote:
-            return "they are behind URLs"
-        try:
-            with self.open(shard, _USUAL_ALIGNMENT) as handle:
-                handle.fill(0, [memoryview(bytearray(min(1, shard.size_bytes)))])
-        except CheckpointError as error:
-            return f"the file system refuses O_DIRECT ({cause_of(error)})"
-        return None
+        return why_not_at_first_read(self, shard, _USUAL_ALIGNMENT, "the file system refuses O_DIRECT")
 
 
 class _Bounced(NamedTuple):

@@ -9,7 +9,7 @@ import resource
 
 import pytest
 
-from umem.checkpoint.first_touch import fault_in
+from umem.checkpoint.pages import fault_in
 
 MIB = 1 << 20
 
