@@ -148,9 +148,13 @@ KINDS: dict[str, tuple[Config, Callable[[Config], Iterator[Stored]]]] = {
 }
 
 
-def layers_of_size(kind: str, size_bytes: int) -> int:
-    """The number of layers, one at least, with which a checkpoint of that kind comes closest to a size in bytes."""
+def layers_of_size(kind: str, size_bytes: int, **changes: Any) -> int:
+    """The number of layers, one at least, with which a checkpoint of that kind comes closest to a size in bytes.
+
+    `changes` are of the kind's config.
+    """
     config, tensors = KINDS[kind]
+    config = config | changes
     one, two = (sum(tensor.nbytes for tensor in tensors(config | {"num_hidden_layers": n})) for n in (1, 2))
     return max(1, 1 + round((size_bytes - one) / (two - one)))
 
@@ -236,9 +240,12 @@ def main() -> None:
     size.add_argument("--size", type=parse_bytes, help="as 4GiB, to a layer; instead of --layers")
     parser.add_argument("--experts", type=int, help="of a mixture of experts")
     options = parser.parse_args()
-    layers = options.layers if options.size is None else layers_of_size(options.kind, options.size)
-    changes = {"num_hidden_layers": layers, "num_experts": options.experts if options.kind == "moe" else None}
-    write_sample(options.directory, options.kind, **{name: value for name, value in changes.items() if value})
+    changes = {"num_experts": options.experts} if options.experts and options.kind == "moe" else {}
+    if options.size is not None:
+        changes["num_hidden_layers"] = layers_of_size(options.kind, options.size, **changes)
+    elif options.layers:
+        changes["num_hidden_layers"] = options.layers
+    write_sample(options.directory, options.kind, **changes)
 
 
 if __name__ == "__main__":

@@ -149,7 +149,7 @@ class LoadConfig:
     wait_for_memory_s: float = 0.0
     reader: str = "auto"
     residency: Residency = Residency.OWNED
-    sample_interval_s: float = 0.05
+    sample_interval_s: float = 0.095
     thresholds: Thresholds = field(default_factory=Thresholds)
     guard: bool = False
 

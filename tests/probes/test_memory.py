@@ -11,6 +11,7 @@ import pytest
 from tests.limits import memory_group
 from tests.probes.trees import group_v1, group_v2, proc_tree
 from umem.probes import MemoryProbe, MemorySnapshot, free_in_blocks_of, read_cgroup
+from umem.probes.kernel_files import CounterFile, KernelFile
 
 KIB, GIB = 1 << 10, 1 << 30
 
@@ -162,3 +163,29 @@ def test_free_memory_in_large_blocks(tmp_path: Path) -> None:
 def test_free_memory_in_large_blocks_leaves_out_the_zones_for_small_devices(tmp_path: Path) -> None:
     proc = proc_tree(tmp_path / "proc")
     assert free_in_blocks_of(mmap.PAGESIZE << 13, proc) == 700 * (mmap.PAGESIZE << 13)
+
+
+def test_a_list_longer_than_a_page_is_read_whole() -> None:
+    """The kernel gives /proc/kallsyms, and /proc/vmstat on large machines, a page at a time."""
+    symbols = Path("/proc/kallsyms")
+    if not symbols.exists():
+        pytest.skip("no /proc/kallsyms")
+    file = KernelFile(symbols)
+    given = file.read()
+    file.close()
+    whole = symbols.read_bytes()
+    assert len(whole) > 1 << 16
+    assert len(given) >= 1 << 16
+    assert whole.startswith(given)
+
+
+def test_lines_that_move_are_found_again(tmp_path: Path) -> None:
+    path = tmp_path / "vmstat"
+    path.write_text("nr_free_pages 5\npswpin 1\npswpout 2\n")
+    file = CounterFile(path, ("pswpin", r"allocstall_\w+"))
+    assert file.values() == {"pswpin": 1}
+    path.write_text("pswpin 3\nallocstall_normal 4\nallocstall_dma 5\n")
+    assert file.values() == {"pswpin": 3, "allocstall_normal": 4, "allocstall_dma": 5}
+    path.write_text("")
+    assert file.values() == {}
+    file.close()

@@ -30,9 +30,9 @@ class CgroupMemory:
     limit_bytes
         What it may use: the smaller of memory.max and memory.high (v2), or memory.limit_in_bytes (v1). None: no limit.
     used_bytes
-        What it uses, page cache included.
+        What it uses, page cache included. This and the next two are read only where there is a limit.
     cache_bytes
-        Page cache in it, which the kernel gives up before it kills. Read only where there is a limit; else 0.
+        Page cache in it, which the kernel gives up before it kills.
     peak_bytes
         The most that it used since it was made, or since that was reset.
     """
@@ -85,9 +85,11 @@ class _Group:
 
     def sample(self) -> CgroupMemory:
         limits = [value for file in self._limits if (value := file.number()) is not None and value < _NO_LIMIT]
-        limit, used = min(limits, default=None), self._used.number()
-        cache = sum(self._stat.values().values()) if limit is not None and used is not None else 0
-        return CgroupMemory(self._path, limit, used, min(cache, used or 0), self._peak.number())
+        if not limits:
+            return CgroupMemory(self._path, None, None)
+        used = self._used.number()
+        cache = sum(self._stat.values().values()) if used is not None else 0
+        return CgroupMemory(self._path, min(limits), used, min(cache, used or 0), self._peak.number())
 
     def close(self) -> None:
         for file in (*self._limits, self._used, self._peak, self._stat):

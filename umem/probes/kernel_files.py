@@ -1,6 +1,8 @@
 """Files of the kernel that are read again and again: opened once, read by position, parsed for what is asked only.
 
-A file that is absent, or goes away, reads as empty: what it would have said is then unknown.
+A file that is absent, or goes away, reads as empty: what it would have said is then unknown. The kernel gives a list
+of records a page at a time, whatever is asked for, as many as fit in whole: one piece that leaves half a page is the
+last.
 """
 
 from __future__ import annotations
@@ -12,6 +14,8 @@ from pathlib import Path
 
 __all__ = ["CounterFile", "KernelFile", "NumberFile"]
 
+_USUAL_BYTES = 1 << 12
+_LEAST_OF_MORE_BYTES = 2048
 _LONGEST_BYTES = 1 << 16
 
 
@@ -19,6 +23,7 @@ class KernelFile:
     """A file under /proc or /sys that stays open."""
 
     def __init__(self, path: Path) -> None:
+        self._buffer = bytearray(_USUAL_BYTES)
         try:
             self._descriptor: int | None = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
@@ -28,10 +33,20 @@ class KernelFile:
         """What it says now; nothing where it cannot be read."""
         if self._descriptor is None:
             return b""
+        filled = 0
         try:
-            return os.pread(self._descriptor, _LONGEST_BYTES, 0)
+            while filled < _LONGEST_BYTES:
+                if filled == len(self._buffer):
+                    self._buffer += bytes(filled)
+                room = memoryview(self._buffer)[filled:]
+                count = os.preadv(self._descriptor, [room], filled)
+                room.release()
+                filled += count
+                if count < _LEAST_OF_MORE_BYTES:
+                    break
         except OSError:
             return b""
+        return bytes(memoryview(self._buffer)[:filled])
 
     def close(self) -> None:
         """Close it; it reads as empty from then on."""
@@ -62,8 +77,23 @@ class CounterFile(KernelFile):
 
     def __init__(self, path: Path, names: Sequence[str]) -> None:
         super().__init__(path)
-        self._lines = re.compile(rb"\n(" + "|".join(names).encode() + rb"):?\s+(\d+)(?: kB)?(?=\s|$)")
+        self._wanted = re.compile("|".join(names).encode())
+        self._lines: list[tuple[int, bytes, str]] = []
 
     def values(self) -> dict[str, int]:
         """Name -> number, for the lines that are there."""
-        return {name.decode(): int(value) for name, value in self._lines.findall(b"\n" + self.read())}
+        lines = self.read().split(b"\n")
+        try:
+            return {name: int(lines[at].split(None, 2)[1]) for at, start, name in self._places(lines)}
+        except (IndexError, ValueError):
+            return {}
+
+    def _places(self, lines: Sequence[bytes]) -> list[tuple[int, bytes, str]]:
+        """(place, start, name) of the lines of interest, which stay where they are but for a change of the kernel's."""
+        if not self._lines or not all(at < len(lines) and lines[at].startswith(start) for at, start, _ in self._lines):
+            self._lines = []
+            for at, line in enumerate(lines):
+                words = line.split(None, 2)
+                if len(words) > 1 and words[1].isdigit() and self._wanted.fullmatch(words[0].removesuffix(b":")):
+                    self._lines.append((at, words[0], words[0].removesuffix(b":").decode()))
+        return self._lines

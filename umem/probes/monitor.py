@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -103,10 +104,9 @@ class Monitor:
         self._sampled = sampled
         self._probe = probe or MemoryProbe()
         self._take_census = take_census
-        self._stop = threading.Event()
+        self._orders: SimpleQueue[str | None] = SimpleQueue()
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="umem-monitor", daemon=True)
-        self._count_at: list[str] = []
         self._counted = threading.Event()
         self.policy = Policy(thresholds or Thresholds())
         self.alarm: Future[None] = Future()
@@ -128,9 +128,9 @@ class Monitor:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._stop.is_set():
+        if not self._thread.is_alive():
             return
-        self._stop.set()
+        self._orders.put(None)
         self._thread.join()
         self._take(exact=True)
         self._probe.close()
@@ -140,7 +140,7 @@ class Monitor:
         sample = self._take(exact=True)
         with self._lock:
             self.policy.expect(expected, sample)
-            self._count_at.append("start")
+        self._orders.put("start")  # a census is cheapest before the load keeps all processors busy
         self._take()
 
     def rest(self) -> None:
@@ -155,13 +155,19 @@ class Monitor:
         return {pid: grown for pid, count in end.items() if (grown := count - start.get(pid, 0)) > 0}
 
     def _run(self) -> None:
-        while not self._stop.wait(self._interval()):
-            self._take()
-            self._sampled()
-            while self._count_at:
-                self.censuses[self._count_at.pop(0)] = self._take_census()
-                if "end" in self.censuses:
-                    self._counted.set()
+        """Obey: a name orders a census of that name, None the end; without an order, sample."""
+        while True:
+            try:
+                order = self._orders.get(timeout=self._interval())
+            except Empty:
+                self._take()
+                self._sampled()
+                continue
+            if order is None:
+                break
+            self.censuses[order] = self._take_census()
+            if order == "end":
+                self._counted.set()
         self.cpu_s = time.thread_time()
 
     def _interval(self) -> float:
@@ -184,7 +190,7 @@ class Monitor:
             if verdict is not None:
                 self.verdicts.append(verdict)
             if verdict is not None and verdict.level is Level.HARD:
-                self._count_at.append("end")
+                self._orders.put("end")
                 self.alarm.set_result(None)
             return sample
 

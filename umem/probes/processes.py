@@ -1,6 +1,6 @@
 """Other processes and the memory they hold, for a load that is refused or stopped. Slow beside a memory sample.
 
-A census counts all processes quickly (about 20 microseconds each), so that growth between two of them can be told.
+A census counts all processes quickly (about 5 microseconds each), so that growth between two of them can be told.
 """
 
 from __future__ import annotations
@@ -29,16 +29,29 @@ Census = dict[int, int]
 def census(*, proc: Path = Path("/proc")) -> Census:
     """The memory of the processes besides this one, in bytes; those below 16 MiB are left out."""
     found: Census = {}
-    for name in os.listdir(proc):
-        if not name.isdigit() or int(name) == os.getpid():
-            continue
-        try:
-            resident = int((proc / name / "statm").read_bytes().split()[1]) * _PAGE_BYTES
-        except (OSError, ValueError, IndexError):
-            continue
-        if resident >= _WORTH_A_LOOK_BYTES:
-            found[int(name)] = _held_bytes(proc / name)
+    own = str(os.getpid())
+    directory = os.open(proc, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        for name in os.listdir(proc):
+            if name.isdigit() and name != own and _resident_bytes(name, directory) >= _WORTH_A_LOOK_BYTES:
+                found[int(name)] = _held_bytes(proc / name)
+    finally:
+        os.close(directory)
     return found
+
+
+def _resident_bytes(name: str, directory: int) -> int:
+    """What a process has in memory, of whatever kind; 0 where that is not to be had. One census asks this of all."""
+    try:
+        file = os.open(f"{name}/statm", os.O_RDONLY, dir_fd=directory)
+    except OSError:
+        return 0
+    try:
+        return int(os.read(file, 256).split()[1]) * _PAGE_BYTES
+    except (OSError, ValueError, IndexError):
+        return 0
+    finally:
+        os.close(file)
 
 
 def _held_bytes(directory: Path) -> int:
