@@ -14,8 +14,8 @@ from pathlib import Path
 
 __all__ = ["CounterFile", "KernelFile", "NumberFile"]
 
-_USUAL_BYTES = 1 << 12
-_LEAST_OF_MORE_BYTES = 2048
+_PIECE_BYTES = 1 << 12
+_LEAST_OF_MORE_BYTES = _PIECE_BYTES // 2
 _LONGEST_BYTES = 1 << 16
 
 
@@ -23,7 +23,7 @@ class KernelFile:
     """A file under /proc or /sys that stays open."""
 
     def __init__(self, path: Path) -> None:
-        self._buffer = bytearray(_USUAL_BYTES)
+        self._buffer = bytearray(_PIECE_BYTES)
         try:
             self._descriptor: int | None = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
@@ -36,8 +36,8 @@ class KernelFile:
         filled = 0
         try:
             while filled < _LONGEST_BYTES:
-                if filled == len(self._buffer):
-                    self._buffer += bytes(filled)
+                if len(self._buffer) - filled < _PIECE_BYTES:
+                    self._buffer += bytes(len(self._buffer))
                 room = memoryview(self._buffer)[filled:]
                 count = os.preadv(self._descriptor, [room], filled)
                 room.release()
