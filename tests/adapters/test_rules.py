@@ -11,6 +11,7 @@ import torch
 import umem
 from tests.writers import Holder, same_bytes, same_numbers, write_safetensors, write_sharded
 from umem import Rule
+from umem._types import DType
 from umem.errors import ConfigError, KeyMismatchError, UnsupportedError
 from umem.planning import Route
 
@@ -96,8 +97,10 @@ def test_the_absorbed_scale_of_gemma(tmp_path: Path, stored: torch.dtype, block_
     expected = down.bfloat16().transpose(1, 2) * scale.bfloat16()[:, None, None]
     assert same_numbers(module.get_parameter("l.0.experts.down_projs"), expected)
     ((route, reason),) = report.plan.bytes_by_route()
-    assert (route, reason) == (Route.STREAMING, "scaled by l.0.router.per_expert_scale")
-    assert report.plan.forecast.scratch_bytes == scale.nbytes
+    label = DType.from_torch(stored).label
+    assert (route, reason) == (Route.STREAMING, f"{label} scaled by {label} to BF16")
+    as_it_multiplies = 0 if stored == torch.bfloat16 else 2 * experts
+    assert report.plan.forecast.scratch_bytes == scale.nbytes + as_it_multiplies
     assert report.plan.forecast.read_bytes == down.nbytes + scale.nbytes
 
 

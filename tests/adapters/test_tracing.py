@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.strategies.loads import run_writes
-from tests.writers import random_tensor, same_bytes, write_safetensors
+from tests.writers import random_tensor, same_bytes, same_numbers, write_safetensors
 from umem._types import DType
 from umem.adapters.layout import NotALayoutError, stored
 from umem.adapters.tracing import TracedTensor
@@ -131,6 +131,24 @@ def programs(draw: st.DrawFn) -> Callable[[Tensors], torch.Tensor]:
     return run
 
 
+@st.composite
+def programs_around_a_product(draw: st.DrawFn) -> Callable[[Tensors], torch.Tensor]:
+    """Some steps on both tensors, their product, some steps on that."""
+    before, after = ([step(draw) for _ in range(draw(st.integers(0, 3)))] for _ in range(2))
+    small = draw(st.booleans())
+
+    def run(tensors: Tensors) -> torch.Tensor:
+        left, right = tensors
+        for apply in before:
+            left, right = apply(left), apply(right)
+        result = left * (right[:1] if small and right.ndim else right)
+        for apply in after:
+            result = apply(result)
+        return result
+
+    return run
+
+
 @settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(program=programs(), shape=st.lists(st.sampled_from([1, 2, 3, 4, 6]), min_size=1, max_size=3))
 def test_random_programs(tmp_path: Path, program: Callable[[Tensors], torch.Tensor], shape: list[int]) -> None:
@@ -143,6 +161,53 @@ def test_random_programs(tmp_path: Path, program: Callable[[Tensors], torch.Tens
     assert same_bytes(result, expected.contiguous())
 
 
+def blocks(t: Tensors) -> torch.Tensor:
+    """A product with the first two columns of the other, each for a block of 2 x 4."""
+    tiled = t[0].reshape(3, 2, 2, 4) * t[1][:3, :2].reshape(3, 1, 2, 1)
+    return tiled.reshape(6, 8)
+
+
+PRODUCTS: dict[str, Callable[[Tensors], torch.Tensor]] = {
+    "item by item": lambda t: t[0] * t[1],
+    "the larger second": lambda t: t[1][:, :1] * t[0],
+    "a row": lambda t: t[0] * t[1][2],
+    "a column": lambda t: t[0] * t[1][:, 3:4],
+    "one number": lambda t: t[0] * t[1][2, 3],
+    "transposed factor": lambda t: t[0][:, :6] * t[1][:, :6].t(),
+    "transposed after": lambda t: (t[0] * t[1][:, :1]).t(),
+    "blocks": blocks,
+    "blocks, transposed": lambda t: blocks(t).t().contiguous(),
+    "blocks, cut across": lambda t: blocks(t)[1:5, 3:],
+    "blocks, every third row": lambda t: blocks(t)[::3],
+    "blocks, interleaved": lambda t: blocks(t).reshape(3, 2, 8).transpose(0, 1).reshape(6, 8),
+    "blocks of a stack": lambda t: torch.stack([blocks(t), blocks(t[::-1])], dim=1).flatten(0, 1),
+    "beside what is no product": lambda t: torch.cat([t[2], t[0] * t[1]], dim=1),
+    "in higher precision": lambda t: (t[0].double() * t[1].double()).float(),
+    "of casts": lambda t: t[0].half() * t[1].half(),
+    "rounded": lambda t: (t[0] * t[1]).bfloat16(),
+    "a part of a join": lambda t: torch.cat([t[0], t[2]]) * t[1][:1],
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_products(tmp_path: Path, name: str) -> None:
+    tensors = [random_tensor((6, 8), torch.float32, seed) for seed in range(3)]
+    expected = PRODUCTS[name](tensors)
+    assert same_numbers(compiled(tmp_path, tensors, PRODUCTS[name]), expected.contiguous())
+
+
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(program=programs_around_a_product(), shape=st.lists(st.sampled_from([1, 2, 3, 4, 6]), min_size=1, max_size=3))
+def test_random_products(tmp_path: Path, program: Callable[[Tensors], torch.Tensor], shape: list[int]) -> None:
+    tensors = [random_tensor(shape, torch.float32, seed) for seed in range(2)]
+    expected = program(tensors)
+    try:
+        result = compiled(tmp_path, tensors, program)
+    except NotALayoutError:
+        return
+    assert same_numbers(result, expected.contiguous())
+
+
 def in_half(tensor: torch.Tensor) -> torch.Tensor:
     assert isinstance(tensor, TracedTensor)
     return TracedTensor(tensor.layout_of_elements, torch.float16)
@@ -150,9 +215,13 @@ def in_half(tensor: torch.Tensor) -> torch.Tensor:
 
 NO_MOVES: dict[str, Callable[[Tensors], Any]] = {
     "arithmetic": lambda t: t[0] * 2,
-    "a move after a product": lambda t: (t[0] * t[1]).t(),
+    "a product of three": lambda t: (t[0] * t[1]) * t[0],
+    "a product of a product and a part": lambda t: t[0] * (t[1] * t[0])[:1],
+    "products of the sum": lambda t: t[0] * t[1] + t[0],
     "a product of two joins": lambda t: torch.cat([t[0], t[1]]) * torch.cat([t[1], t[0]]),
-    "a cast": lambda t: t[0].to(torch.float64),
+    "a cast to whole numbers": lambda t: t[0].to(torch.int32),
+    "two casts that round": lambda t: t[0].to(torch.float16).to(torch.bfloat16),
+    "a cast of a rounded product": lambda t: (t[0] * t[1]).to(torch.float16).to(torch.float32),
     "a value": lambda t: t[0].sum().item(),
     "a flip": lambda t: t[0].flip(0),
     "padding": lambda t: torch.cat([t[0], torch.zeros(2, 8)]),

@@ -61,7 +61,7 @@ def test_coalescing_keeps_every_pair(data: st.DataObject, shape: tuple[int, ...]
     order = data.draw(st.permutations(range(len(destination.shape))))
     plain = View.whole(tuple(destination.shape[dim] for dim in order))
     source = plain.permute(sorted(range(len(order)), key=lambda position: order[position]))
-    simpler = coalesced(source, destination)
+    simpler = coalesced((source, destination))
     assert pairs(*simpler) == pairs(source, destination)
     assert len(simpler[0].shape) <= len(source.shape)
     assert list(simpler[0].strides) == sorted(simpler[0].strides, reverse=True)
@@ -70,7 +70,7 @@ def test_coalescing_keeps_every_pair(data: st.DataObject, shape: tuple[int, ...]
 @given(data=st.data(), shape=shapes)
 def test_a_row_major_pairing_coalesces_to_one_run(data: st.DataObject, shape: tuple[int, ...]) -> None:
     del data
-    source, destination = coalesced(View.whole(shape), View.whole(shape))
+    source, destination = coalesced((View.whole(shape), View.whole(shape)))
     assert len(source.shape) <= 1
     assert destination.runs_row_major()
 
@@ -82,7 +82,7 @@ def test_restricting_cuts_at_source_positions(data: st.DataObject, shape: tuple[
     reach = max(elements(source))
     low = data.draw(st.integers(0, reach + 1))
     high = data.draw(st.integers(low, reach + 2))
-    parts = list(restricted(*coalesced(source, destination), low, high))
+    parts = list(restricted(coalesced((source, destination)), low, high))
     found = [pair for part in parts for pair in pairs(*part)]
     assert len(found) == len(set(found))
     assert set(found) == {pair for pair in pairs(source, destination) if low <= pair[0] < high}
@@ -100,19 +100,19 @@ def test_carrying_into_a_permuted_tensor(data: st.DataObject, shape: tuple[int, 
         return
     source = View.whole(again.shape)
     mapping = elements(outer)  # position in the tensor of outer's shape -> position where outer lies
-    assert pairs(*carried(source, again, outer)) == {(s, mapping[d]) for s, d in pairs(source, again)}
+    assert pairs(*carried((source, again), outer)) == {(s, mapping[d]) for s, d in pairs(source, again)}
 
 
 def test_carrying_splits_a_dimension_that_runs_across() -> None:
     outer = View.whole((3, 4)).transpose(0, 1)
     flat = View(0, (12,), (1,))
-    source, destination = carried(flat, flat, outer)
+    source, destination = carried((flat, flat), outer)
     assert pairs(source, destination) == set(enumerate(elements(outer)))
 
 
 def test_carrying_refuses_what_follows_no_dimension() -> None:
     with pytest.raises(ValueError, match=r"does not follow|do not follow"):
-        carried(View.whole((5,)), View(1, (5,), (2,)), View.whole((4, 3)).transpose(0, 1))
+        carried((View.whole((5,)), View(1, (5,), (2,))), View.whole((4, 3)).transpose(0, 1))
 
 
 def test_steps_outside_of_a_view() -> None:

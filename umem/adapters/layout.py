@@ -2,8 +2,8 @@
 
 A `Layout` is a tensor that nobody holds: a shape, and pieces that say which view of which stored tensor fills which
 view of it. Stacking, concatenating, cutting, permuting and reshaping layouts gives layouts; `writes` turns one into
-the writes of a plan. Only moves of elements are possible here: what changes numbers is no layout
-(`NotALayoutError`).
+the writes of a plan. Besides moves of elements, only one product with a stored tensor is possible here: what changes
+numbers otherwise is no layout (`NotALayoutError`).
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from collections.abc import Iterator, Sequence
 from math import prod
 from typing import NamedTuple
 
+from umem._types import DType
 from umem.checkpoint.entries import Entry
-from umem.planning.views import Axis, View, carried, contiguous_strides, spread
+from umem.planning.views import Axis, Pairing, View, along, carried, contiguous_strides, spread
 from umem.planning.writes import Factor, Write
 
 __all__ = ["Layout", "NotALayoutError", "Piece", "concatenate", "stack", "stored"]
@@ -24,26 +25,37 @@ class NotALayoutError(Exception):
 
 
 class Piece(NamedTuple):
-    """A view of a stored tensor that fills a view of a row-major tensor; both views have the same shape."""
+    """A view of a stored tensor that fills a view of a row-major tensor, multiplied by a factor's if there is one.
+
+    All views have the same shape.
+    """
 
     entry: Entry
     source: View
     destination: View
+    factor: Factor | None = None
+
+    @property
+    def pairing(self) -> Pairing:
+        """Its views: the source, the factor's if there is one, the destination."""
+        between = () if self.factor is None else (self.factor.view,)
+        return (self.source, *between, self.destination)
+
+    def over(self, pairing: Pairing) -> Piece:
+        """The same stored tensors with other views."""
+        source, *between, destination = pairing
+        factor = self.factor._replace(view=between[0]) if self.factor is not None else None
+        return Piece(self.entry, source, destination, factor)
 
 
 class Layout(NamedTuple):
-    """A tensor described by its pieces. Its own order is row-major.
-
-    A layout that was multiplied by a factor is final: it can be written, but not moved on.
-    """
+    """A tensor described by its pieces. Its own order is row-major."""
 
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
-    factor: Factor | None = None
 
     def permute(self, order: Sequence[int]) -> Layout:
         """The dimensions in another order."""
-        _check_plain([self])
         shape = tuple(self.shape[dim] for dim in order)
         inverse = sorted(range(len(order)), key=lambda position: order[position])
         return Layout(shape, _carry(self.pieces, View.whole(shape).permute(inverse)))
@@ -56,14 +68,12 @@ class Layout(NamedTuple):
 
     def reshape(self, shape: Sequence[int]) -> Layout:
         """Another shape over the same elements in the same order. `ValueError` unless the numbers of elements agree."""
-        _check_plain([self])
         if prod(shape) != prod(self.shape):
             raise ValueError(f"shape {tuple(shape)} does not fit the elements of {self.shape}")
         return Layout(tuple(shape), self.pieces)
 
     def narrow(self, dim: int, start: int, length: int, step: int = 1) -> Layout:
         """`length` indices of `dim`: `start`, `start + step`, ... `IndexError` outside of the tensor."""
-        _check_plain([self])
         if start < 0 or length < 0 or (length and start + (length - 1) * step >= self.shape[dim]):
             raise IndexError(f"{length} indices from {start} by {step} are no part of dimension {dim} of {self.shape}")
         shape = (*self.shape[:dim], length, *self.shape[dim + 1 :])
@@ -87,24 +97,28 @@ class Layout(NamedTuple):
     def writes(self, target: str) -> Iterator[Write]:
         """The writes that fill `target` with this layout."""
         for piece in self.pieces:
-            yield Write(piece.entry, piece.source, target, piece.destination, self.factor)
+            yield Write(piece.entry, piece.source, target, piece.destination, piece.factor)
 
-    def scaled(self, by: Layout) -> Layout:
-        """The product with another layout, which is one stored tensor whose shape broadcasts to this one's."""
-        _check_plain([self, by])
+    def scaled(self, by: Layout, dtype: DType) -> Layout:
+        """The product with another layout, which is one stored tensor whose shape broadcasts to this one's.
+
+        Both are cast to `dtype` before they are multiplied.
+        """
         if len(by.pieces) != 1 or len(by.shape) > len(self.shape):
             raise NotALayoutError("a product of tensors of which neither is one stored tensor that broadcasts")
+        if any(piece.factor is not None for piece in (*self.pieces, *by.pieces)):
+            raise NotALayoutError("a product of more than two tensors")
         shape = (1,) * (len(self.shape) - len(by.shape)) + by.shape
         if any(size not in (1, full) for size, full in zip(shape, self.shape, strict=True)):
             raise NotALayoutError(f"a product of {self.shape} and {by.shape}")
-        axes, _ = _spread(by.pieces[0], shape)
+        factor = by.pieces[0]
         strides = [0] * len(shape)
-        for axis in axes:
-            strides[axis.dim] = axis.source_stride
+        for axis in _spread(factor, shape)[0]:
+            strides[axis.dim] = axis.strides[0]
             if axis.step != 1 or axis.size != shape[axis.dim]:
                 raise NotALayoutError("a product with parts of a tensor")
-        view = View(by.pieces[0].source.offset, self.shape, tuple(strides))
-        return self._replace(factor=Factor(by.pieces[0].entry, view))
+        view = View(factor.source.offset, self.shape, tuple(strides))
+        return self._replace(pieces=tuple(_scaled(piece, factor.entry, view, dtype) for piece in self.pieces))
 
 
 def stored(entry: Entry) -> Layout:
@@ -114,7 +128,6 @@ def stored(entry: Entry) -> Layout:
 
 def stack(layouts: Sequence[Layout], dim: int) -> Layout:
     """Equal shapes, along a new dimension. `ValueError` where shapes differ."""
-    _check_plain(layouts)
     first = layouts[0].shape
     if any(layout.shape != first for layout in layouts):
         raise ValueError(
@@ -128,7 +141,6 @@ def stack(layouts: Sequence[Layout], dim: int) -> Layout:
 
 def concatenate(layouts: Sequence[Layout], dim: int) -> Layout:
     """One after the other along `dim`. `ValueError` where the other dimensions differ."""
-    _check_plain(layouts)
     others = {layout.shape[:dim] + layout.shape[dim + 1 :] for layout in layouts}
     if len(others) != 1:
         raise ValueError(
@@ -146,21 +158,27 @@ def concatenate(layouts: Sequence[Layout], dim: int) -> Layout:
     return Layout(shape, tuple(pieces))
 
 
-def _check_plain(layouts: Sequence[Layout]) -> None:
-    if any(layout.factor is not None for layout in layouts):
-        raise NotALayoutError("a move after a multiplication; multiply last")
+def _scaled(piece: Piece, entry: Entry, view: View, dtype: DType) -> Piece:
+    """The piece, multiplied by a view of a stored tensor that has the shape of the layout it is a piece of."""
+    axes, start = _spread(piece, view.shape)
+    offset = view.offset + sum(index * stride for index, stride in zip(start, view.strides, strict=True))
+    plain = contiguous_strides(view.shape)
+    strides = [axis.step * plain[axis.dim] for axis in axes]
+    source, destination = along(axes, [piece.source], piece.destination.offset, strides)
+    by = View(offset, source.shape, tuple(axis.step * view.strides[axis.dim] for axis in axes))
+    return Piece(piece.entry, source, destination, Factor(entry, by, dtype))
 
 
 def _carry(pieces: Sequence[Piece], outer: View) -> tuple[Piece, ...]:
     try:
-        return tuple(Piece(entry, *carried(source, destination, outer)) for entry, source, destination in pieces)
+        return tuple(piece.over(carried(piece.pairing, outer)) for piece in pieces)
     except ValueError as error:
         raise NotALayoutError(str(error)) from None
 
 
 def _spread(piece: Piece, shape: Sequence[int]) -> tuple[list[Axis], list[int]]:
     try:
-        return spread(piece.source, piece.destination, shape)
+        return spread(piece.pairing, shape)
     except ValueError as error:
         raise NotALayoutError(str(error)) from None
 
@@ -170,40 +188,45 @@ def _clipped(
 ) -> Iterator[Piece]:
     """What of `piece` lies in `length` indices of `dim` from `start`, as pieces of the narrowed tensor."""
     axes, begin = _spread(piece, shape)
-    along = sorted((axis for axis in axes if axis.dim == dim), key=lambda axis: -axis.step)
+    coarsest_first = sorted((axis for axis in axes if axis.dim == dim), key=lambda axis: -axis.step)
     across = [axis for axis in axes if axis.dim != dim]
     strides = contiguous_strides(new_shape)
-    for kept, first, source_offset in _cut(along, begin[dim] - start, 0, length):
+    others = piece.pairing[:-1]
+    begins = tuple(view.offset for view in others)
+    for kept, first, offsets in _cut(coarsest_first, begin[dim] - start, begins, length):
         chosen = [*across, *kept]
         offset = sum(index * stride for d, (index, stride) in enumerate(zip(begin, strides, strict=True)) if d != dim)
-        sizes = tuple(axis.size for axis in chosen)
-        yield Piece(
-            piece.entry,
-            View(piece.source.offset + source_offset, sizes, tuple(axis.source_stride for axis in chosen)),
-            View(offset + first * strides[dim], sizes, tuple(axis.step * strides[axis.dim] for axis in chosen)),
-        )
+        offset += first * strides[dim]
+        moved = [view._replace(offset=at) for view, at in zip(others, offsets, strict=True)]
+        yield piece.over(along(chosen, moved, offset, [axis.step * strides[axis.dim] for axis in chosen]))
 
 
-def _cut(axes: Sequence[Axis], first: int, source_offset: int, length: int) -> Iterator[tuple[list[Axis], int, int]]:
-    """The parts of nested axes, coarsest first, whose indices from `first` on lie in [0, length)."""
+def _cut(
+    axes: Sequence[Axis], first: int, offsets: tuple[int, ...], length: int
+) -> Iterator[tuple[list[Axis], int, tuple[int, ...]]]:
+    """The parts of nested axes, coarsest first, whose indices from `first` on lie in [0, length).
+
+    Gives the axes of each part, its first index, and the offsets of the views before the destination there.
+    """
     if not axes:
         if 0 <= first < length:
-            yield [], first, source_offset
+            yield [], first, offsets
         return
     axis, finer = axes[0], axes[1:]
     reach = sum((a.size - 1) * a.step for a in finer)
     index = 0
     while index < axis.size:
         position = first + index * axis.step
+        here = tuple(offset + index * stride for offset, stride in zip(offsets, axis.strides, strict=True))
         inside = 0
         while index + inside < axis.size and position >= 0 and position + inside * axis.step + reach < length:
             inside += 1
         if inside:
-            yield [axis._replace(size=inside), *finer], position, source_offset + index * axis.source_stride
+            yield [axis._replace(size=inside), *finer], position, here
             index += inside
             continue
         if position < length and position + reach >= 0:
-            yield from _cut(finer, position, source_offset + index * axis.source_stride, length)
+            yield from _cut(finer, position, here, length)
         index += 1
 
 

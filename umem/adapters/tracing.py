@@ -1,8 +1,9 @@
 """Runs ordinary torch code on layouts, to learn where the elements go without moving one.
 
 A `TracedTensor` has a shape, a dtype and a `Layout` in place of storage. Code that only moves elements (stack, cat,
-chunk, transpose, reshape, slicing ...) runs on it unchanged and gives traced tensors; the first step that needs
-numbers raises `NotALayoutError`. So a framework's own conversion code is compiled by running it, whatever it is
+chunk, transpose, reshape, slicing ...) or multiplies them once runs on it unchanged and gives traced tensors; the first
+step that needs numbers otherwise raises `NotALayoutError`. Casts are followed as long as they come to one cast before
+a product and one after it. So a framework's own conversion code is compiled by running it, whatever it is
 made of, and a step that the framework adds later works here without a change, or is noticed.
 """
 
@@ -15,7 +16,9 @@ from typing import Any, Self
 import torch
 from torch.utils._pytree import tree_map
 
+from umem._types import DType
 from umem.adapters.layout import Layout, NotALayoutError, concatenate, stack
+from umem.strategies.storage import torch_dtype
 
 __all__ = ["TracedTensor"]
 
@@ -40,21 +43,29 @@ class TracedTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[Any, Any] | None = None
     ) -> Any:
-        handler = _HANDLERS.get(func)
+        numeric = _NUMERIC.get(func)
+        if numeric is not None:
+            return numeric(*args, **(kwargs or {}))
+        handler = _MOVES.get(func)
         if handler is None:
             raise NotALayoutError(f"{func} is no move of elements")
-        tensors = [tensor for tensor in _tensors(args) if isinstance(tensor, TracedTensor)]
-        dtypes = {tensor.dtype for tensor in tensors}
-        if len(dtypes) != 1 or len(tensors) != len(_tensors(args)):
-            raise NotALayoutError(f"{func} mixes dtypes, or stored tensors with others")
+        dtype, device = _in_common(func, args)
         plain = tree_map(
             lambda value: value.layout_of_elements if isinstance(value, TracedTensor) else value, list(args)
         )
         result = handler(*plain, **(kwargs or {}))
-        dtype, device = tensors[0].dtype, tensors[0].device
         if isinstance(result, list):
             return [TracedTensor(layout, dtype, device) for layout in result]
         return TracedTensor(result, dtype, device)
+
+
+def _in_common(func: Any, args: Sequence[Any]) -> tuple[torch.dtype, torch.device]:
+    """The dtype and the device of all tensors among the arguments."""
+    tensors = [tensor for tensor in _tensors(args) if isinstance(tensor, TracedTensor)]
+    dtypes = {tensor.dtype for tensor in tensors}
+    if len(dtypes) != 1 or len(tensors) != len(_tensors(args)):
+        raise NotALayoutError(f"{func} mixes dtypes, or stored tensors with others")
+    return tensors[0].dtype, tensors[0].device
 
 
 def _tensors(args: Sequence[Any]) -> list[torch.Tensor]:
@@ -72,12 +83,6 @@ def _dim(dim: int, count: int) -> int:
 
 
 def _same(layout: Layout, *_args: Any, **_kwargs: Any) -> Layout:
-    return layout
-
-
-def _to_copy(layout: Layout, **kwargs: Any) -> Layout:
-    if kwargs.get("dtype") is not None:
-        raise NotALayoutError("a change of dtype inside a conversion")
     return layout
 
 
@@ -154,18 +159,47 @@ def _squeeze(layout: Layout, dim: int | Sequence[int] | None = None) -> Layout:
     return layout.reshape([size for d, size in enumerate(layout.shape) if d not in gone])
 
 
-def _mul(layout: Layout, other: Layout) -> Layout:
-    if not isinstance(other, Layout):
+def _to_copy(tensor: TracedTensor, **kwargs: Any) -> TracedTensor:
+    """A cast; what the elements went through before must come to nothing, so that one cast does for all."""
+    dtype = kwargs.get("dtype") or tensor.dtype
+    if dtype != tensor.dtype:
+        pieces = tensor.layout_of_elements.pieces
+        before = {piece.entry.dtype if piece.factor is None else piece.factor.dtype for piece in pieces}
+        if not (dtype.is_floating_point and tensor.dtype.is_floating_point):
+            raise NotALayoutError(f"a cast from {tensor.dtype} to {dtype}")
+        if not all(_holds(tensor.dtype, torch_dtype(narrow)) for narrow in before):
+            raise NotALayoutError(f"a second cast, from {tensor.dtype} to {dtype}")
+    return TracedTensor(tensor.layout_of_elements, dtype, tensor.device)
+
+
+def _holds(wide: torch.dtype, narrow: torch.dtype) -> bool:
+    """Whether every number of `narrow` is one of `wide`, which is a floating-point dtype."""
+    if wide == narrow or not narrow.is_floating_point:
+        return wide == narrow
+    more, less = torch.finfo(wide), torch.finfo(narrow)
+    return more.max >= less.max and more.eps <= less.eps and more.tiny * more.eps <= less.tiny * less.eps
+
+
+def _mul(first: Any, second: Any) -> TracedTensor:
+    dtype, device = _in_common("a product", [first, second])
+    if not (isinstance(first, TracedTensor) and isinstance(second, TracedTensor)):
         raise NotALayoutError("a product with a number")
-    return other.scaled(layout) if prod(other.shape) > prod(layout.shape) else layout.scaled(other)
+    large, small = first.layout_of_elements, second.layout_of_elements
+    if prod(small.shape) > prod(large.shape):
+        large, small = small, large
+    return TracedTensor(large.scaled(small, DType.from_torch(dtype)), dtype, device)
 
 
-_HANDLERS: dict[Any, Callable[..., Layout | list[Layout]]] = {
+_NUMERIC: dict[Any, Callable[..., TracedTensor]] = {
+    _aten.mul.Tensor: _mul,
+    _aten._to_copy.default: _to_copy,
+}
+
+_MOVES: dict[Any, Callable[..., Layout | list[Layout]]] = {
     _aten.alias.default: _same,
     _aten.cat.default: _cat,
     _aten.clone.default: _same,
     _aten.detach.default: _same,
-    _aten.mul.Tensor: _mul,
     _aten.permute.default: _permute,
     _aten.select.int: _select,
     _aten.slice.Tensor: _slice,
@@ -181,6 +215,5 @@ _HANDLERS: dict[Any, Callable[..., Layout | list[Layout]]] = {
     _aten.unsqueeze.default: _unsqueeze,
     _aten.view.default: _view,
     _aten._reshape_alias.default: lambda layout, shape, _strides: _view(layout, shape),
-    _aten._to_copy.default: _to_copy,
     _aten._unsafe_view.default: _view,
 }

@@ -266,6 +266,8 @@ def _incompatible_dtypes(writes: Iterable[Write], targets: Targets) -> list[Shap
     for write in writes:
         target = targets[write.target]
         stored = write.entry.dtype
+        if write.factor is not None and stored.kind in ("float", "coded") and target.dtype.kind == "float":
+            continue
         if stored is target.dtype or (stored.kind == target.dtype.kind and stored.kind in ("float", "complex")):
             continue
         why = " without its scale" if stored.kind == "coded" else ""
@@ -287,11 +289,13 @@ def _write_group(writes: list[Write], targets: Targets) -> Group:
     entry, first = writes[0].entry, writes[0].target
     names = (first,) if len(writes) == 1 else tuple(dict.fromkeys(write.target for write in writes))
     cast = next((targets[name].dtype for name in names if targets[name].dtype is not entry.dtype), None)
-    factors = {write.factor.entry.name: write.factor.entry for write in writes if write.factor is not None}
+    factors = {write.factor.entry.name: write.factor for write in writes if write.factor is not None}
     if factors:
-        reason = f"scaled by {', '.join(factors)}"
+        kinds = " and ".join(sorted({factor.entry.dtype.label for factor in factors.values()}))
+        reason = f"{entry.dtype.label} scaled by {kinds} to {targets[first].dtype.label}"
+        entries = (entry, *(factor.entry for factor in factors.values()))
         scratch = sum(factor.nbytes for factor in factors.values())
-        return Group(first, Route.STREAMING, reason, (entry, *factors.values()), names, tuple(writes), scratch)
+        return Group(first, Route.STREAMING, reason, entries, names, tuple(writes), scratch)
     if cast is not None:
         return Group(first, Route.STREAMING, _cast_reason(entry.dtype, cast), (entry,), names, tuple(writes))
     plain = len(writes) == 1 and writes[0].destination == View.whole(targets[first].shape)
@@ -348,5 +352,10 @@ def _forecast(groups: Collection[Group], targets: Targets, window_bytes: int, li
 def _scratch_bytes(groups: Iterable[Group]) -> int:
     """The largest conversion's need; factors of all groups are small and are held together."""
     conversions = max((group.scratch_bytes for group in groups if group.route is Route.MATERIALIZED), default=0)
-    factors = {entry.name: entry.nbytes for group in groups if group.writes for entry in group.entries[1:]}
+    factors = {
+        (write.factor.entry.name, write.factor.dtype): write.factor.nbytes
+        for group in groups
+        for write in group.writes
+        if write.factor is not None
+    }
     return conversions + sum(factors.values())

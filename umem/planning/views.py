@@ -1,7 +1,9 @@
 """Strided views, as data: offset, shape and strides in storage items. No tensors, no torch.
 
 A conversion is described by where the bytes go: a view of a stored tensor fills a view of a final tensor of the same
-shape. The functions here build such views, simplify pairs of them, and cut pairs at a range of the source.
+shape. That is a *pairing*: views of one shape whose items belong together, the source first and the destination last;
+between them may be a factor's. The functions here build such views, simplify pairings, and cut them at a range of the
+source.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from math import prod
 from typing import NamedTuple
 
-__all__ = ["Axis", "View", "carried", "coalesced", "contiguous_strides", "laid_out", "ordered", "restricted", "spread"]
+__all__ = ["Axis", "Pairing", "View", "along", "carried", "coalesced", "contiguous_strides", "restricted", "spread"]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -82,26 +84,30 @@ class View(NamedTuple):
         return True
 
 
+#: Views of one shape, whose items belong together: source first, destination last.
+Pairing = tuple[View, ...]
+
+
 class Axis(NamedTuple):
-    """One dimension of a pairing, laid along one dimension of a tensor.
+    """One dimension of a pairing, laid along one dimension of the tensor that its destination lies in.
 
     Attributes
     ----------
     size
         The number of indices.
-    source_stride
-        The stride in the source, in items.
+    strides
+        The strides in the views before the destination, in items.
     dim, step
         It walks along dimension `dim` of the tensor, `step` indices at a time.
     """
 
     size: int
-    source_stride: int
+    strides: tuple[int, ...]
     dim: int
     step: int
 
 
-def spread(source: View, destination: View, shape: Sequence[int]) -> tuple[list[Axis], list[int]]:
+def spread(pairing: Pairing, shape: Sequence[int]) -> tuple[list[Axis], list[int]]:
     """A pairing whose destination lies in a row-major tensor of `shape`, laid out along that tensor's dimensions.
 
     Gives the axes, and the index at which the destination begins in each dimension. A dimension of the pairing that
@@ -112,17 +118,18 @@ def spread(source: View, destination: View, shape: Sequence[int]) -> tuple[list[
     ValueError
         A dimension does not follow the tensor's dimensions even when split.
     """
+    *others, destination = pairing
     plain = contiguous_strides(tuple(shape))
     start = [destination.offset // step % size if size else 0 for step, size in zip(plain, shape, strict=True)]
     axes: list[Axis] = []
-    for size, source_stride, stride in zip(destination.shape, source.strides, destination.strides, strict=True):
+    for dim, (size, stride) in enumerate(zip(destination.shape, destination.strides, strict=True)):
         if size > 1:
-            axes += _axes(size, source_stride, stride, plain, start, shape)
+            axes += _axes(size, tuple(view.strides[dim] for view in others), stride, plain, start, shape)
     return axes, start
 
 
 def _axes(
-    size: int, source_stride: int, stride: int, plain: Sequence[int], start: Sequence[int], shape: Sequence[int]
+    size: int, strides: tuple[int, ...], stride: int, plain: Sequence[int], start: Sequence[int], shape: Sequence[int]
 ) -> list[Axis]:
     """The axes of one dimension of a pairing: one, or more where it runs across dimensions of the tensor."""
     axes = []
@@ -136,79 +143,64 @@ def _axes(
             count = shape[dim] // step
             if shape[dim] % step or start[dim] >= step or size % count:
                 raise ValueError(f"{size} steps of {stride} do not follow the dimensions of {tuple(shape)}")
-        axes.append(Axis(count, source_stride, dim, step))
+        axes.append(Axis(count, strides, dim, step))
         size //= count
-        source_stride *= count
+        strides = tuple(one * count for one in strides)
         stride = plain[dim] * shape[dim]
     return axes
 
 
-def carried(source: View, destination: View, outer: View) -> tuple[View, View]:
+def carried(pairing: Pairing, outer: View) -> Pairing:
     """A pairing whose destination lies in a row-major tensor of `outer.shape`, carried over to where `outer` lies.
 
     `ValueError` as for `spread`.
     """
+    *others, destination = pairing
     if outer.strides == contiguous_strides(outer.shape):
-        return source, destination._replace(offset=destination.offset + outer.offset)
-    return laid_out(source, destination, outer.shape, outer)
+        return (*others, destination._replace(offset=destination.offset + outer.offset))
+    axes, start = spread(pairing, outer.shape)
+    offset = outer.offset + sum(index * stride for index, stride in zip(start, outer.strides, strict=True))
+    return along(axes, others, offset, [axis.step * outer.strides[axis.dim] for axis in axes])
 
 
-def laid_out(source: View, destination: View, shape: Sequence[int], other: View) -> tuple[View, View]:
-    """A pairing whose destination lies in a row-major tensor of `shape`, with another view of that shape in its place.
-
-    Unlike `carried`, it always splits along the dimensions, so that several such pairings of one destination have the
-    same shape; `other` may have strides of 0. `ValueError` as for `spread`.
-    """
-    axes, start = spread(source, destination, shape)
+def along(axes: Sequence[Axis], others: Sequence[View], offset: int, strides: Sequence[int]) -> Pairing:
+    """The pairing over `axes` of the views before the destination with a destination of that offset and strides."""
     sizes = tuple(axis.size for axis in axes)
-    offset = other.offset + sum(index * stride for index, stride in zip(start, other.strides, strict=True))
-    return (
-        View(source.offset, sizes, tuple(axis.source_stride for axis in axes)),
-        View(offset, sizes, tuple(axis.step * other.strides[axis.dim] for axis in axes)),
+    views = (
+        View(view.offset, sizes, tuple(axis.strides[number] for axis in axes)) for number, view in enumerate(others)
     )
+    return (*views, View(offset, sizes, tuple(strides)))
 
 
-def ordered(source: View, destination: View) -> tuple[View, View]:
-    """The same pairing with source strides descending, as `restricted` needs them, and no dimensions merged."""
-    order = sorted(range(len(source.shape)), key=lambda dim: -source.strides[dim])
-    return source.permute(order), destination.permute(order)
-
-
-def coalesced(source: View, destination: View) -> tuple[View, View]:
+def coalesced(pairing: Pairing) -> Pairing:
     """The same pairing of items with as few dimensions as possible, source strides descending."""
-    dims = [
-        (source_stride, destination_stride, size)
-        for size, source_stride, destination_stride in zip(
-            source.shape, source.strides, destination.strides, strict=True
-        )
-        if size != 1
-    ]
-    dims.sort(key=lambda dim: -dim[0])
-    merged: list[tuple[int, int, int]] = []
-    for source_stride, destination_stride, size in dims:
+    strides = zip(*(view.strides for view in pairing), strict=True)
+    dims = [(size, steps) for size, steps in zip(pairing[0].shape, strides, strict=True) if size != 1]
+    dims.sort(key=lambda dim: -dim[1][0])
+    merged: list[tuple[int, tuple[int, ...]]] = []
+    for size, steps in dims:
         if merged:
-            outer_source, outer_destination, outer_size = merged[-1]
-            if outer_source == source_stride * size and outer_destination == destination_stride * size:
-                merged[-1] = (source_stride, destination_stride, outer_size * size)
+            outer_size, outer_steps = merged[-1]
+            if all(outer == step * size for outer, step in zip(outer_steps, steps, strict=True)):
+                merged[-1] = (outer_size * size, steps)
                 continue
-        merged.append((source_stride, destination_stride, size))
-    shape = tuple(size for _, _, size in merged)
-    return (
-        View(source.offset, shape, tuple(stride for stride, _, _ in merged)),
-        View(destination.offset, shape, tuple(stride for _, stride, _ in merged)),
+        merged.append((size, steps))
+    shape = tuple(size for size, _ in merged)
+    return tuple(
+        View(view.offset, shape, tuple(steps[number] for _, steps in merged)) for number, view in enumerate(pairing)
     )
 
 
-def restricted(source: View, destination: View, low: int, high: int) -> Iterator[tuple[View, View]]:
-    """The parts of a pairing whose source items lie in [low, high), as few pairs of views as that takes.
+def restricted(pairing: Pairing, low: int, high: int) -> Iterator[Pairing]:
+    """The parts of a pairing whose source items lie in [low, high), as few as that takes.
 
-    The views must come from `coalesced` or `ordered`. Each dimension is cut to the indices that lie inside whole, and
-    the at most two that lie across an edge are cut in the next dimension, so a pairing of d dimensions gives at most
-    2d + 1 parts.
+    The pairing must come from `coalesced`. Each dimension is cut to the indices that lie inside whole, and the at most
+    two that lie across an edge are cut in the next dimension, so a pairing of d dimensions gives at most 2d + 1 parts.
     """
+    source = pairing[0]
     if not source.shape:
         if low <= source.offset < high:
-            yield source, destination
+            yield pairing
         return
     size, stride = source.shape[0], source.strides[0]
     inner_span = sum((n - 1) * s for n, s in zip(source.shape[1:], source.strides[1:], strict=True))
@@ -221,9 +213,9 @@ def restricted(source: View, destination: View, low: int, high: int) -> Iterator
     if first_inside >= end_inside:
         first_inside = end_inside = end_touched
     for index in range(first_touched, first_inside):
-        yield from restricted(source.select(0, index), destination.select(0, index), low, high)
+        yield from restricted(tuple(view.select(0, index) for view in pairing), low, high)
     if first_inside < end_inside:
         count = end_inside - first_inside
-        yield source.narrow(0, first_inside, count), destination.narrow(0, first_inside, count)
+        yield tuple(view.narrow(0, first_inside, count) for view in pairing)
     for index in range(end_inside, end_touched):
-        yield from restricted(source.select(0, index), destination.select(0, index), low, high)
+        yield from restricted(tuple(view.select(0, index) for view in pairing), low, high)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import NamedTuple
 
+from umem._types import DType
 from umem.checkpoint.entries import Entry
-from umem.planning.views import View
+from umem.planning.views import Pairing, View
 
 __all__ = ["Adaptation", "Conversion", "Factor", "Group", "Route", "Write"]
 
@@ -22,16 +23,34 @@ class Route(StrEnum):
 
 
 class Factor(NamedTuple):
-    """A stored tensor that multiplies what is written; `view` has the target's shape, and strides of 0 to repeat."""
+    """A stored tensor that multiplies what is written.
+
+    Attributes
+    ----------
+    entry
+        The tensor.
+    view
+        Which item of it multiplies which item of the write; strides of 0 repeat.
+    dtype
+        What both are cast to before they are multiplied.
+    """
 
     entry: Entry
     view: View
+    dtype: DType
+
+    @property
+    def nbytes(self) -> int:
+        """What the tensor takes, as it is stored and, where that is another dtype, as it multiplies."""
+        if self.entry.dtype is self.dtype:
+            return self.entry.nbytes
+        return self.entry.nbytes + self.entry.nbytes // self.entry.dtype.itemsize * self.dtype.itemsize
 
 
 class Write(NamedTuple):
-    """A view of a stored tensor fills a view of a target; both have the same shape, in items.
+    """A view of a stored tensor fills a view of a target, multiplied by a factor's if there is one; all of one shape.
 
-    A cast is implied where the stored dtype is not the target's; a factor multiplies after it.
+    A cast is implied where the dtypes differ.
     """
 
     entry: Entry
@@ -39,6 +58,12 @@ class Write(NamedTuple):
     target: str
     destination: View
     factor: Factor | None = None
+
+    @property
+    def pairing(self) -> Pairing:
+        """Its views: the source, the factor's if there is one, the destination."""
+        between = () if self.factor is None else (self.factor.view,)
+        return (self.source, *between, self.destination)
 
 
 class Conversion(NamedTuple):

@@ -23,7 +23,6 @@ class KernelFile:
     """A file under /proc or /sys that stays open."""
 
     def __init__(self, path: Path) -> None:
-        self._buffer = bytearray(_PIECE_BYTES)
         try:
             self._descriptor: int | None = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
@@ -33,20 +32,16 @@ class KernelFile:
         """What it says now; nothing where it cannot be read."""
         if self._descriptor is None:
             return b""
-        filled = 0
+        whole = b""
         try:
-            while filled < _LONGEST_BYTES:
-                if len(self._buffer) - filled < _PIECE_BYTES:
-                    self._buffer += bytes(len(self._buffer))
-                room = memoryview(self._buffer)[filled:]
-                count = os.preadv(self._descriptor, [room], filled)
-                room.release()
-                filled += count
-                if count < _LEAST_OF_MORE_BYTES:
+            while len(whole) < _LONGEST_BYTES:
+                piece = os.pread(self._descriptor, _PIECE_BYTES, len(whole))
+                whole += piece
+                if len(piece) < _LEAST_OF_MORE_BYTES:
                     break
         except OSError:
             return b""
-        return bytes(memoryview(self._buffer)[:filled])
+        return whole
 
     def close(self) -> None:
         """Close it; it reads as empty from then on."""

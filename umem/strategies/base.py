@@ -41,7 +41,7 @@ class BlockStrategy(Protocol):
     ) -> None:
         """Fill `view`, placed in `destination`, from `source`, a view of `staged`: a flat run of stored items.
 
-        `factor`, of the same shape, multiplies what is written.
+        `factor`, of the same shape, multiplies what is written, which is cast to the factor's dtype for that.
         """
 
 

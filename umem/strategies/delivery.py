@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 import torch
 
-from umem.planning.views import coalesced, laid_out, ordered, restricted
-from umem.planning.writes import Factor, Route, Write
-from umem.strategies.base import BlockStrategy
+from umem._types import DType
+from umem.planning.views import View, coalesced, restricted
+from umem.planning.writes import Route, Write
 from umem.strategies.blocks import Part
 from umem.strategies.registry import block_strategy
 from umem.strategies.storage import Destination
@@ -41,12 +41,12 @@ class Delivery:
     routes
         Stored name -> route.
     factors
-        (device, stored name) -> the flat tensor by which writes are multiplied.
+        (device, stored name, dtype) -> the flat tensor, of that dtype, by which writes are multiplied.
     """
 
     destination_of: Callable[[Write], Destination]
     routes: Mapping[str, Route]
-    factors: Mapping[tuple[str, str], torch.Tensor]
+    factors: Mapping[tuple[str, str, DType], torch.Tensor]
 
     def unchanged(self, part: Part) -> Run | None:
         """The bytes of final storage that the part fills unchanged and in order, if it does."""
@@ -79,25 +79,14 @@ class Delivery:
         low, high = (part.start - entry.start) // itemsize, (part.end - entry.start) // itemsize
         for write in writes:
             destination = self.destination_of(write)
-            if write.factor is not None:
-                self._deliver_scaled(strategy, items, write, write.factor, low, high)
-                continue
-            pairing = coalesced(*destination.placed(write.source, write.destination))
-            for source, view in restricted(*pairing, low, high):
-                strategy.deliver(items, source._replace(offset=source.offset - low), destination, view)
+            for source, *between, view in restricted(coalesced(destination.placed(write.pairing)), low, high):
+                stored = source._replace(offset=source.offset - low)
+                strategy.deliver(items, stored, destination, view, *(self._factor(write, by) for by in between))
 
-    def _deliver_scaled(
-        self, strategy: BlockStrategy, items: torch.Tensor, write: Write, factor: Factor, low: int, high: int
-    ) -> None:
-        """Deliver the items [low, high) of a write that is multiplied; its three views are cut alike."""
-        destination = self.destination_of(write)
-        shape = destination.target.shape
-        numbers = self.factors[destination.target.device, factor.entry.name]
-        placed, multiplied = (
-            ordered(*laid_out(write.source, write.destination, shape, other))
-            for other in (destination.storage_view, factor.view)
-        )
-        cuts = zip(restricted(*placed, low, high), restricted(*multiplied, low, high), strict=True)
-        for (source, view), (_, by) in cuts:
-            strided = numbers.as_strided(by.shape, by.strides, by.offset)
-            strategy.deliver(items, source._replace(offset=source.offset - low), destination, view, strided)
+    def _factor(self, write: Write, view: View) -> torch.Tensor:
+        """A view of what the write is multiplied by, where its destination is."""
+        if write.factor is None:
+            raise ValueError(f"nothing multiplies {write.target}")
+        device = self.destination_of(write).target.device
+        numbers = self.factors[device, write.factor.entry.name, write.factor.dtype]
+        return numbers.as_strided(view.shape, view.strides, view.offset)

@@ -14,6 +14,7 @@ from functools import partial
 
 import torch
 
+from umem._types import DType
 from umem.checkpoint.entries import Entry
 from umem.checkpoint.pagecache import CachePolicy
 from umem.planning.plan import LoadPlan
@@ -26,7 +27,7 @@ from umem.strategies.placing import FinalStorage
 from umem.strategies.reading import FileReading
 from umem.strategies.registry import group_strategy, is_block_route, is_group_route
 from umem.strategies.relief import Relief, obey
-from umem.strategies.storage import Destination, allocate, destination_of
+from umem.strategies.storage import Destination, allocate, destination_of, torch_dtype
 from umem.strategies.window import Window
 
 __all__ = ["execute"]
@@ -96,16 +97,21 @@ class _Run:
 
     def read_factors(self) -> None:
         """Read the tensors by which others are multiplied to where those are; they stay until the end."""
-        needed: dict[str, dict[str, Entry]] = {}
+        entries: dict[str, dict[str, Entry]] = {}
+        dtypes: dict[tuple[str, str], set[DType]] = {}
         for write in (write for group in self.plan.groups for write in group.writes):
             if write.factor is not None:
+                entry = write.factor.entry
                 device = self.storage.destinations[self.plan.targets[write.target].name].target.device
-                needed.setdefault(device, {})[write.factor.entry.name] = write.factor.entry
-        for device, entries in needed.items():
+                entries.setdefault(device, {})[entry.name] = entry
+                dtypes.setdefault((device, entry.name), set()).add(write.factor.dtype)
+        for device, named in entries.items():
             with self._timed("read"):
-                whole = self._read_whole(tuple(entries.values()), device)
+                whole = self._read_whole(tuple(named.values()), device)
             for name, tensor in whole.items():
-                self.reading.factors[device, name] = tensor.as_strided((tensor.numel(),), (1,))
+                flat = tensor.as_strided((tensor.numel(),), (1,))
+                for dtype in dtypes[device, name]:
+                    self.reading.factors[device, name, dtype] = flat.to(torch_dtype(dtype))
 
     def read_blocks(self) -> None:
         """Read and deliver the groups that go block by block."""

@@ -15,6 +15,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 
 import torch
 
+from umem._types import DType
 from umem.checkpoint.pagecache import CachePolicy, DropBehind, cached_ranges
 from umem.planning.plan import LoadPlan
 from umem.planning.writes import Group, Write
@@ -47,7 +48,7 @@ class FileReading:
     Attributes
     ----------
     factors
-        (device, stored name) -> the flat tensor by which writes are multiplied; filled before blocks need them.
+        (device, stored name, dtype) -> the flat tensor by which writes are multiplied; filled before blocks need them.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class FileReading:
     ) -> None:
         self._plan, self._execution, self._outcome = plan, execution, outcome
         self._alignments, self._obey, self._stopped = alignments, obey, stopped
-        self.factors: dict[tuple[str, str], torch.Tensor] = {}
+        self.factors: dict[tuple[str, str, DType], torch.Tensor] = {}
         self._started_s = time.perf_counter()
         self._read_bytes = 0
         self._lock = threading.Lock()

@@ -17,7 +17,7 @@ import torch
 from umem._types import DType
 from umem.checkpoint.pages import give_back
 from umem.planning.targets import Target
-from umem.planning.views import View, carried, contiguous_strides
+from umem.planning.views import Pairing, View, carried, contiguous_strides
 from umem.probes.memory import free_in_blocks_of, is_virtual_machine
 
 __all__ = [
@@ -77,9 +77,9 @@ class Destination(NamedTuple):
         strides = contiguous_strides(shape) if self.tensor.is_contiguous() else self.tensor.stride()
         return View(int(self.tensor.storage_offset()), shape, strides)
 
-    def placed(self, source: View, view: View) -> tuple[View, View]:
-        """A pairing with `view`, of the target in row-major order, carried over to how the storage lies in memory."""
-        return carried(source, view, self.storage_view)
+    def placed(self, pairing: Pairing) -> Pairing:
+        """A pairing with a view of the target in row-major order, carried over to how the storage lies in memory."""
+        return carried(pairing, self.storage_view)
 
     def region(self, view: View, *, raw: bool) -> torch.Tensor:
         """The items of the storage that a placed view describes; `raw` gives them without meaning, to move bytes."""

@@ -1,4 +1,4 @@
-"""The streaming route: numbers change on the way, piece by piece inside the window: casts, and a factor after them."""
+"""The streaming route: numbers change on the way, piece by piece inside the window, by casts and by factors."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import torch
 
 from umem.planning.views import View
 from umem.planning.writes import Route
+from umem.strategies.scaling import copy_product
 from umem.strategies.storage import Destination
 from umem.strategies.tiles import copy_view
 
@@ -13,7 +14,7 @@ __all__ = ["StreamingStrategy"]
 
 
 class StreamingStrategy:
-    """Casts as torch does (`copy_` rounds exactly as `Tensor.to`), and multiplies as torch does, in the final dtype."""
+    """Casts and multiplies as torch does (`copy_` rounds exactly as `Tensor.to`)."""
 
     route = Route.STREAMING
 
@@ -25,9 +26,10 @@ class StreamingStrategy:
         view: View,
         factor: torch.Tensor | None = None,
     ) -> None:
-        """Cast a view of `staged` into a view of `destination`, and multiply it there by `factor`."""
+        """Cast a view of `staged` into a view of `destination`, multiplied by `factor` before."""
         region = destination.region(view, raw=False)
-        start = staged.storage_offset() + source.offset
-        copy_view(region, staged.as_strided(source.shape, source.strides, start))
-        if factor is not None:
-            region.mul_(factor.to(region.device, region.dtype))
+        items = staged.as_strided(source.shape, source.strides, staged.storage_offset() + source.offset)
+        if factor is None:
+            copy_view(region, items)
+        else:
+            copy_product(region, items, factor)

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, modeling_utils  # noqa: E402
 
 import umem  # noqa: E402
 from tests.adapters.hosts.models import logits, save_family  # noqa: E402
-from tests.adapters.hosts.test_transformers import in_fp8, rewrite  # noqa: E402
+from tests.adapters.hosts.test_transformers import in_fp8, rewrite, scaled_experts, small_fp8_model  # noqa: E402
 from tests.writers import same_bytes  # noqa: E402
 from umem.adapters.hosts.transformers.placement import DeviceMap, Placement  # noqa: E402
 from umem.config import LoadConfig  # noqa: E402
@@ -111,17 +111,25 @@ def test_torch_files_are_written_to_the_folder(tmp_path: Path) -> None:
     assert torch.equal(logits(split), logits(whole))
 
 
-def test_conversions_of_the_library_are_written_one_by_one(tmp_path: Path) -> None:
-    config = transformers.LlamaConfig(
-        hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=2, vocab_size=64
-    )
-    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path)
-    in_fp8(tmp_path)
+def test_conversions_of_the_library_are_written_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_family(tmp_path, "llama")
+    monkeypatch.setattr(modeling_utils, "get_model_conversion_mapping", lambda *_args, **_kwargs: scaled_experts())
     whole = umem.load(tmp_path, device="cpu")
     split, report = umem.load(
         tmp_path, device="cpu", device_map={"": "disk"}, offload_folder=tmp_path / "off", return_report=True
     )
     assert {Route.MATERIALIZED, Route.KEPT} <= {route for route, _ in report.plan.bytes_by_route()}
+    assert torch.equal(logits(split), logits(whole))
+
+
+def test_fp8_is_dequantized_into_the_offload_file(tmp_path: Path) -> None:
+    small_fp8_model(tmp_path)
+    in_fp8(tmp_path)
+    whole = umem.load(tmp_path, device="cpu")
+    split, report = umem.load(
+        tmp_path, device="cpu", device_map={"": "disk"}, offload_folder=tmp_path / "off", return_report=True
+    )
+    assert {route for route, _ in report.plan.bytes_by_route()} == {Route.STREAMING, Route.KEPT}
     assert torch.equal(logits(split), logits(whole))
 
 

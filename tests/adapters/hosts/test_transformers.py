@@ -352,18 +352,61 @@ def in_fp8(directory: Path) -> None:
     (directory / "config.json").write_text(json.dumps(config))
 
 
-def test_quantized_checkpoints_go_through_the_librarys_own_code(tmp_path: Path) -> None:
-    config = transformers.LlamaConfig(
-        hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=2, vocab_size=64
-    )
-    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path)
+def small_fp8_model(directory: Path, **changes: int) -> None:
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(**{**sizes, "vocab_size": 64, **changes})
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(directory)
+
+
+def test_fp8_is_dequantized_on_the_way(tmp_path: Path) -> None:
+    small_fp8_model(tmp_path)
     in_fp8(tmp_path)
     ours, report = umem.load(tmp_path, device="cpu", return_report=True)
     assert_same_model(ours, AutoModelForCausalLM.from_pretrained(tmp_path))
-    reasons = {
-        reason.partition(":")[0] for route, reason in report.plan.bytes_by_route() if route is Route.MATERIALIZED
-    }
-    assert reasons == {"Fp8Dequantize"}
+    reasons = {reason for route, reason in report.plan.bytes_by_route() if route is Route.STREAMING}
+    assert reasons == {"F8_E4M3 scaled by F32 to BF16"}
+    assert not [group for group in report.plan.groups if group.route is Route.MATERIALIZED]
+    assert report.plan.forecast.scratch_bytes == sum(
+        entry.nbytes for name, entry in report.plan.checkpoint.entries.items() if name.endswith("_scale_inv")
+    )
+
+
+def in_declared_blocks(directory: Path) -> dict[str, torch.Tensor]:
+    """Store the linear weights as FP8 with one scale for each block of 128 x 128, the last ones cut short."""
+    changes: dict[str, torch.Tensor | None] = {}
+    meant: dict[str, torch.Tensor] = {}
+    for name, weight in load_file(directory / "model.safetensors").items():
+        if "proj" not in name:
+            continue
+        rows, columns = (torch.arange(size) // 128 for size in weight.shape)
+        scale = torch.rand(int(rows[-1]) + 1, int(columns[-1]) + 1) + 0.5
+        coded = (weight.float() / scale[rows][:, columns]).to(torch.float8_e4m3fn)
+        changes |= {name: coded, f"{name}_scale_inv": scale}
+        meant[name] = (coded.float() * scale[rows][:, columns]).bfloat16()
+    rewrite(directory, **changes)
+    config = json.loads((directory / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (directory / "config.json").write_text(json.dumps(config))
+    return meant
+
+
+@pytest.mark.parametrize(("hidden", "inner"), [(128, 200), (192, 256), (200, 72)])
+def test_blocks_are_as_large_as_the_config_declares(tmp_path: Path, hidden: int, inner: int) -> None:
+    """The library takes 192 rows with 2 scales for blocks of 96, and refuses 200 rows with 2 scales at all."""
+    small_fp8_model(tmp_path, hidden_size=hidden, intermediate_size=inner)
+    meant = in_declared_blocks(tmp_path)
+    state = umem.load(tmp_path, device="cpu").state_dict()
+    assert all(torch.equal(state[name], value) for name, value in meant.items())
+
+
+def test_scales_that_are_no_grid_of_the_declared_blocks(tmp_path: Path) -> None:
+    small_fp8_model(tmp_path)
+    in_fp8(tmp_path)
+    name = "model.layers.0.mlp.up_proj.weight"
+    rewrite(tmp_path, **{f"{name}_scale_inv": torch.ones(4, 2)})
+    with pytest.raises(KeyMismatchError, match=r"has scales of \[2, 1\], not \[4, 2\]") as caught:
+        umem.load(tmp_path, device="cpu")
+    assert [mismatch.target for mismatch in caught.value.mismatched] == [name]
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # peft's use of the library

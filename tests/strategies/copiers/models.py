@@ -136,7 +136,7 @@ class _Build:
         self.writes += stored(entries["cast0"]).writes("cast")
         for device, name in ((self.second, "scaled"),):
             whole = View.whole(tuple(scaled.shape))
-            factor = Factor(entries["scale"], View(0, tuple(scaled.shape), (1, 0)))
+            factor = Factor(entries["scale"], View(0, tuple(scaled.shape), (1, 0)), DType.from_torch(scaled.dtype))
             self._target(name, scaled * scale[:, None], device)
             self.writes.append(Write(entries["scaled0"], whole, name, whole, factor))
 

@@ -13,6 +13,7 @@ import torch
 
 from umem.strategies.blocks import GAP_BYTES, Block, Part
 from umem.strategies.delivery import Delivery
+from umem.strategies.scaling import PRODUCT_BYTES
 from umem.strategies.storage import torch_dtype
 from umem.strategies.tiles import TILE_BYTES
 
@@ -33,7 +34,7 @@ class PlainCopier:
     def __init__(
         self, delivery: Delivery, *, alignments: Sequence[int], block_bytes: int, name: str, reason: str
     ) -> None:
-        self.name, self.reason, self.carrier_bytes = name, reason, block_bytes + TILE_BYTES
+        self.name, self.reason, self.carrier_bytes = name, reason, block_bytes + TILE_BYTES + PRODUCT_BYTES
         self._delivery, self._alignments, self._block_bytes = delivery, alignments, block_bytes
 
     def carrier(self) -> PlainCarrier:

@@ -15,6 +15,7 @@ import torch
 from transformers import core_model_loading as library
 
 from umem._types import DType
+from umem.adapters.hosts.transformers.quantized import take_declared_blocks
 from umem.adapters.layout import Layout, NotALayoutError, Piece, stored
 from umem.adapters.tracing import TracedTensor
 from umem.checkpoint.entries import Entry
@@ -121,6 +122,7 @@ class ConverterCompiler:
         transform = slot.filled_transform(
             lambda entry, dtype: TracedTensor(stored(entry), dtype or torch_dtype(entry.dtype))
         )
+        take_declared_blocks(transform.operations)
         try:
             given = transform.convert(slot.name, model=self._model, config=self._model.config)
         except (ValueError, IndexError) as error:
@@ -143,7 +145,7 @@ class ConverterCompiler:
             (pattern, tuple((entry.shape, entry.strides, entry.dtype, dtype) for entry, dtype in sources))
             for pattern, sources in slot.sources.items()
         )
-        fills = tuple(self._parameters[name].shape if name in self._parameters else None for name in slot.targets)
+        fills = tuple(_kind_of_parameter(self._parameters.get(name)) for name in slot.targets)
         return id(slot.transform), sources, fills
 
     def _with_positions(self, slot: Slot, results: list[Result]) -> list[Result]:
@@ -151,7 +153,7 @@ class ConverterCompiler:
         positions = {entry.name: str(position) for position, entry in enumerate(slot.entries)}
         placed = []
         for name, layout, dtype in results:
-            pieces = tuple(_of(piece, positions[piece.entry.name]) for piece in layout.pieces)
+            pieces = tuple(_with_entries(piece, lambda entry: _named(entry, positions)) for piece in layout.pieces)
             placed.append((name, Layout(layout.shape, pieces), dtype))
         return placed
 
@@ -160,13 +162,22 @@ class ConverterCompiler:
         entries = slot.entries
         results = []
         for name, (_, layout, dtype) in zip(slot.targets, known, strict=True):
-            pieces = tuple(Piece(entries[int(at.name)], source, view) for at, source, view in layout.pieces)
+            pieces = tuple(_with_entries(piece, lambda at: entries[int(at.name)]) for piece in layout.pieces)
             results.append((name, Layout(layout.shape, pieces), dtype))
         return results
 
 
-def _of(piece: Piece, position: str) -> Piece:
-    return piece._replace(entry=piece.entry._replace(name=position))
+def _named(entry: Entry, names: Mapping[str, str]) -> Entry:
+    return entry._replace(name=names[entry.name])
+
+
+def _with_entries(piece: Piece, other: Callable[[Entry], Entry]) -> Piece:
+    factor = None if piece.factor is None else piece.factor._replace(entry=other(piece.factor.entry))
+    return piece._replace(entry=other(piece.entry), factor=factor)
+
+
+def _kind_of_parameter(parameter: torch.Tensor | None) -> object:
+    return None if parameter is None else (parameter.shape, parameter.dtype)
 
 
 def orientation_is_open(slot: Slot) -> bool:
