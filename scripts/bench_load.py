@@ -126,8 +126,9 @@ def measure(
     *,
     converted: Path | None = None,
     configurations: Sequence[RawRead] = CONFIGURATIONS,
+    brief: bool = False,
 ) -> dict[str, Any]:
-    """All rounds, as JSON values."""
+    """All rounds, as JSON values; `brief` takes one plain read of each kind, and none into memory touched before."""
     left_out: dict[str, str] = {}
     able = able_loaders(loaders, checkpoints, converted, left_out)
     series: Series = {}
@@ -136,6 +137,7 @@ def measure(
         raw = best_raw_reads(max(checkpoints, key=size_of), cache, configurations)
         best_of_kind = {read.direct: read for read in reversed(raw)}
         reads = [*raw, *(read._replace(touched=True) for read in best_of_kind.values())]
+        reads = list(best_of_kind.values()) if brief else reads
         plain = [Entrant(read.label + (" touched" if read.touched else ""), raw=read) for read in reads]
         entrants[cache] = [*(Entrant(loader.name, loader) for loader in able), *plain]
     for number in range(rounds):
@@ -382,7 +384,9 @@ def run_command(parser: argparse.ArgumentParser, options: argparse.Namespace) ->
     if options.smallest_memory:
         result = search_smallest(paths, loaders, options.rounds, options.converted)
         return result, load_tables.smallest_markdown(result)
-    result = measure(paths, loaders, options.caches, options.rounds, converted=options.converted)
+    result = measure(
+        paths, loaders, options.caches, options.rounds, converted=options.converted, brief=bool(options.sweep)
+    )
     return result, load_tables.markdown(result)
 
 

@@ -1,13 +1,17 @@
 """Where the parts of a block belong, and their delivery there by the strategy of their route. Reads nothing.
 
 Copiers bring stored items to the device of their destination and then deliver them by this, on whichever memory the
-items lie.
+items lie. For the processor one thread multiplies, and torch shares each of its steps among the cores: threads that
+multiply side by side, each with helpers of its own, wait for each other more than they compute (measured, two cores:
+3.2 s for a gigabyte of FP8, against 2.0 s by one).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -42,11 +46,14 @@ class Delivery:
         Stored name -> route.
     factors
         (device, stored name, dtype) -> the flat tensor, of that dtype, by which writes are multiplied.
+    calculator
+        A thread that multiplies for the processor.
     """
 
     destination_of: Callable[[Write], Destination]
     routes: Mapping[str, Route]
     factors: Mapping[tuple[str, str, DType], torch.Tensor]
+    calculator: Executor
 
     def unchanged(self, part: Part) -> Run | None:
         """The bytes of final storage that the part fills unchanged and in order, if it does."""
@@ -80,8 +87,15 @@ class Delivery:
         for write in writes:
             destination = self.destination_of(write)
             for source, *between, view in restricted(coalesced(destination.placed(write.pairing)), low, high):
-                stored = source._replace(offset=source.offset - low)
-                strategy.deliver(items, stored, destination, view, *(self._factor(write, by) for by in between))
+                deliver = partial(
+                    strategy.deliver, items, source._replace(offset=source.offset - low), destination, view
+                )
+                if not between:
+                    deliver()
+                elif destination.target.device == "cpu":
+                    self.calculator.submit(deliver, self._factor(write, between[0])).result()
+                else:
+                    deliver(self._factor(write, between[0]))
 
     def _factor(self, write: Write, view: View) -> torch.Tensor:
         """A view of what the write is multiplied by, where its destination is."""

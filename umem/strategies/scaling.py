@@ -11,16 +11,17 @@ from collections.abc import Iterator
 
 import torch
 
-from umem.strategies.tiles import copy_view
+from umem.strategies.tiles import copy_touched, fault_in_view
 
 __all__ = ["PRODUCT_BYTES", "copy_product"]
 
-_TILE_ITEMS = 1 << 17
+_TILE_ITEMS = 1 << 18
 
-#: What a call holds besides the views: a tile of numbers and their product, and of 16-bit codes, for dtypes of 4 bytes.
-PRODUCT_BYTES = _TILE_ITEMS * (4 + 4 + 2)
+#: What a call holds besides the views: a tile of numbers, of 8 bytes at most, and of 16-bit codes.
+PRODUCT_BYTES = _TILE_ITEMS * (8 + 2)
 
-#: E4M3 has the bits of a float16 that is 256 times smaller, less its seven lowest; its one NaN would be 480.
+#: E4M3 has the bits of a float16 that is 256 times smaller, less its seven lowest. Its NaNs, all bits set but for the
+#: sign, would come out as 480.
 _E4M3_SHIFT, _E4M3_SCALE, _E4M3_NAN = 7, 256.0, 480.0
 _E4M3_KEPT = -0x4001  # all but the second highest bit, into which the shift moves a copy of the sign
 _E5M2_SHIFT = 8
@@ -28,8 +29,24 @@ _E5M2_SHIFT = 8
 
 def copy_product(into: torch.Tensor, items: torch.Tensor, factor: torch.Tensor) -> None:
     """`into.copy_(items.to(factor.dtype) * factor)`, for views of one shape."""
-    for tile in _tiles(tuple(into.shape), _TILE_ITEMS):
-        copy_view(into[tile], _decoded(items[tile], factor.dtype).mul(factor[tile]))
+    if into.numel() == 0:
+        return
+    fault_in_view(into)
+    count, shape = min(_TILE_ITEMS, into.numel()), tuple(into.shape)
+    numbers = torch.empty(count, dtype=factor.dtype, device=into.device)
+    codes = torch.empty(count if _is_decoded(items) else 0, dtype=torch.int16)
+    product, code = numbers, codes
+    has_nan = items.dtype == torch.float8_e4m3fn and _has_nan(items)
+    for tile in _tiles(shape, _TILE_ITEMS):
+        target = into[tile]
+        if product.shape != target.shape:
+            product = numbers[: target.numel()].view(target.shape)
+            code = codes[: target.numel()].view(target.shape) if _is_decoded(items) else codes
+        if _is_decoded(items):
+            _decode(product, items[tile], code, has_nan=has_nan)
+        else:
+            product.copy_(items[tile])
+        copy_touched(target, product.mul_(factor[tile]))
 
 
 def _tiles(shape: tuple[int, ...], most: int) -> Iterator[tuple[int | slice, ...]]:
@@ -47,25 +64,22 @@ def _tiles(shape: tuple[int, ...], most: int) -> Iterator[tuple[int | slice, ...
             yield (*outer, slice(low, low + step))
 
 
-def _decoded(items: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """`items.to(dtype)`, for a dtype that holds them all."""
-    if items.device.type == "cpu" and items.dtype == torch.float8_e4m3fn:
-        numbers = _as_float16(items, _E4M3_SHIFT).to(dtype).mul_(_E4M3_SCALE)
-        if _has_nan(items):
-            numbers.masked_fill_(numbers.abs() == _E4M3_NAN, torch.nan)
-        return numbers
-    if items.device.type == "cpu" and items.dtype == torch.float8_e5m2:
-        return _as_float16(items, _E5M2_SHIFT).to(dtype)
-    return items.to(dtype)
+def _is_decoded(items: torch.Tensor) -> bool:
+    return items.device.type == "cpu" and items.dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
-def _as_float16(items: torch.Tensor, shift: int) -> torch.Tensor:
-    """The float16 numbers whose bits are those of 8-bit numbers, moved up; the sign stays the highest."""
-    codes = items.view(torch.int8).to(torch.int16).bitwise_left_shift_(shift)
-    return codes.bitwise_and_(_E4M3_KEPT if shift == _E4M3_SHIFT else -1).view(torch.float16)
+def _decode(into: torch.Tensor, items: torch.Tensor, codes: torch.Tensor, *, has_nan: bool) -> None:
+    """`into.copy_(items)`, for FP8 numbers and a dtype that holds them all; `codes` is scratch of that shape."""
+    codes.copy_(items.view(torch.int8))
+    if items.dtype == torch.float8_e5m2:
+        into.copy_(codes.bitwise_left_shift_(_E5M2_SHIFT).view(torch.float16))
+        return
+    into.copy_(codes.bitwise_left_shift_(_E4M3_SHIFT).bitwise_and_(_E4M3_KEPT).view(torch.float16))
+    into.mul_(_E4M3_SCALE)
+    if has_nan:
+        into.masked_fill_(into.abs() == _E4M3_NAN, torch.nan)
 
 
 def _has_nan(items: torch.Tensor) -> bool:
-    """Whether E4M3 numbers include a NaN, whose bits are all set but for the sign."""
-    codes = items.view(torch.int8)
-    return bool(codes.amax() == 0x7F) or bool((codes == -1).any())
+    """Whether E4M3 numbers include a NaN: the largest code there is with either sign."""
+    return int(items.view(torch.int8).amax()) == 0x7F or int(items.view(torch.uint8).amax()) == 0xFF

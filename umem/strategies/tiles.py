@@ -14,7 +14,7 @@ import torch
 
 from umem.checkpoint.pages import fault_in
 
-__all__ = ["TILE_BYTES", "copy_view"]
+__all__ = ["TILE_BYTES", "copy_touched", "copy_view", "fault_in_view"]
 
 #: What a call holds besides the two views: a strip of a tile's size, packed, and the tile.
 TILE_BYTES = 1 << 20
@@ -27,8 +27,13 @@ _LEAST_COLUMNS = 32
 
 
 def copy_view(into: torch.Tensor, items: torch.Tensor) -> None:
-    """`into.copy_(items)`, for views of one shape."""
-    _fault_in(into)
+    """`into.copy_(items)`, for views of one shape; `into` may lie in memory that was never written to."""
+    fault_in_view(into)
+    copy_touched(into, items)
+
+
+def copy_touched(into: torch.Tensor, items: torch.Tensor) -> None:
+    """`into.copy_(items)`, for views of one shape, where `into` has its pages."""
     axes = _plane(into, items)
     if axes is None:
         into.copy_(items)
@@ -41,7 +46,7 @@ def copy_view(into: torch.Tensor, items: torch.Tensor) -> None:
         _transpose(target, source, tile)
 
 
-def _fault_in(view: torch.Tensor) -> None:
+def fault_in_view(view: torch.Tensor) -> None:
     """Have pages found for a view of the processor's memory that fills most of where it lies."""
     reach = 1 + sum((size - 1) * stride for size, stride in zip(view.shape, view.stride(), strict=True))
     if view.device.type == "cpu" and reach <= 2 * view.numel():
