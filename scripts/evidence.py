@@ -2,7 +2,7 @@
 
 | case | what |
 |---|---|
-| direct | a dense model, stored as it is used |
+| direct | a dense model, stored as it is used; umem also mapped, as transformers leaves it on a processor |
 | merge | a mixture of experts, whose experts are merged into new tensors |
 | precision | FP8 blocks and their factors, loaded as bf16 |
 | kept | the same file, kept in FP8 |
@@ -59,15 +59,18 @@ class Case(NamedTuple):
         Of the sample checkpoint.
     quantization
         What its config says of its FP8, where the sample's own would not do.
+    baselines
+        The other loaders, of `umem ttff`.
     """
 
     what: str
     kind: str
     quantization: Mapping[str, Any] | None = None
+    baselines: tuple[str, ...] = ("transformers",)
 
 
 CASES = {
-    "direct": Case("dense, stored as it is used", "dense"),
+    "direct": Case("dense, stored as it is used", "dense", baselines=("umem-mapped", "transformers")),
     "merge": Case("mixture of experts, merged", "moe"),
     "precision": Case("FP8 blocks to bf16", "fp8", QUANTIZATION | {"dequantize": True}),
     "kept": Case("FP8 blocks, kept", "fp8"),
@@ -100,7 +103,9 @@ def measure_case(case: str, checkpoint: Path, repeats: int, caches: Sequence[str
     found: dict[str, Any] = {"case": case, "what": CASES[case].what}
     why = WHY_STORED
     if case != "kept" or has_gpu():
-        wanted = Measurement(checkpoint=str(checkpoint), baselines=("transformers",), caches=caches, repeats=repeats)
+        wanted = Measurement(
+            checkpoint=str(checkpoint), baselines=CASES[case].baselines, caches=caches, repeats=repeats
+        )
         try:
             return found | {"ttff": measure(wanted, say)}
         except RunFailedError as error:

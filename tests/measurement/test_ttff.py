@@ -249,7 +249,7 @@ def test_spans_that_nest_count_once() -> None:
         ("read", 7.0, 8.0),
         ("build", 8.0, 9.0),
     ]
-    assert flattened([("open", 1.0, 2.0), ("plan", 3.0, 4.0)])[1] == ("load", 2.0, 3.0)
+    assert flattened([("open", 1.0, 2.0), ("plan", 3.0, 4.0)])[1] == ("between", 2.0, 3.0)
 
 
 def run(number: int, seconds: float, peak: int, **more: Any) -> dict[str, Any]:

@@ -1,8 +1,9 @@
 """The loaders whose way to the first forward pass is measured: umem, and the roads that people take without it.
 
-The one place of the package, besides the hosts, that imports host frameworks. Each is used as its documentation advises
-and left as it leaves the model: what it keeps in mapped files is read by the forward pass, in that time. A road that
-cannot bring a checkpoint to its model (one that does not merge experts, say) raises; it is not helped along.
+umem takes part with a model that has memory of its own and with one that stays mapped. The one place of the package,
+besides the hosts, that imports host frameworks. Each road is used as its documentation advises and left as it leaves
+the model: what it keeps in mapped files is read by the forward pass, in that time. A road that cannot bring a
+checkpoint to its model (one that does not merge experts, say) raises; it is not helped along.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ import importlib.util
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from umem.config import Residency
 from umem.errors import MissingDependencyError
 
 if TYPE_CHECKING:
@@ -135,7 +138,7 @@ def _prepare_umem(request: LoadRequest) -> None:
         importlib.import_module(module)
 
 
-def _load_by_umem(request: LoadRequest) -> Loaded:
+def _load_by_umem(request: LoadRequest, **changes: Any) -> Loaded:
     import umem
     from umem.config import config_from_environment
 
@@ -144,7 +147,7 @@ def _load_by_umem(request: LoadRequest) -> Loaded:
         request.checkpoint,
         device=request.device,
         dtype=request.dtype,
-        config=config_from_environment().with_changes(**request.settings),
+        config=config_from_environment().with_changes(**{**request.settings, **changes}),
         return_report=True,
     )
     spans: list[Span] = [("probe", started_s, min(start for _, start, _ in report.spans)), *report.spans]
@@ -242,6 +245,13 @@ MODEL_LOADERS = {
     loader.name: loader
     for loader in (
         ModelLoader("umem", ("transformers", "accelerate"), "`umem.load(path)`", _prepare_umem, _load_by_umem),
+        ModelLoader(
+            "umem-mapped",
+            ("transformers", "accelerate"),
+            "`umem.load(path, config=LoadConfig(residency='mapped'))`: the model is the files' own pages",
+            _prepare_umem,
+            partial(_load_by_umem, residency=Residency.MAPPED),
+        ),
         ModelLoader(
             "transformers",
             ("transformers", "accelerate"),

@@ -117,12 +117,12 @@ def _logits(model: Any, device: str) -> torch.Tensor:
 
 
 def flattened(spans: Sequence[Span]) -> list[Span]:
-    """Spans that may nest as spans that follow each other: at any time the innermost counts; gaps are `load`."""
+    """Spans that may nest as spans that follow each other: at any time the innermost counts; gaps are `between`."""
     bounds = sorted({bound for _, start, end in spans for bound in (start, end)})
     flat: list[Span] = []
     for start_s, end_s in zip(bounds, bounds[1:], strict=False):
         around = [span for span in spans if span[1] <= start_s and end_s <= span[2]]
-        name = min(around, key=lambda span: span[2] - span[1])[0] if around else "load"
+        name = min(around, key=lambda span: span[2] - span[1])[0] if around else "between"
         if flat and flat[-1][0] == name:
             start_s = flat.pop()[1]  # noqa: PLW2901 - the span goes on
         flat.append((name, start_s, end_s))
