@@ -34,7 +34,8 @@ class PlainCopier:
     def __init__(
         self, delivery: Delivery, *, alignments: Sequence[int], block_bytes: int, name: str, reason: str
     ) -> None:
-        self.name, self.reason, self.carrier_bytes = name, reason, block_bytes + TILE_BYTES + PRODUCT_BYTES
+        self.name, self.reason = name, reason
+        self.carrier_bytes = block_bytes + TILE_BYTES + (PRODUCT_BYTES if delivery.factors else 0)
         self._delivery, self._alignments, self._block_bytes = delivery, alignments, block_bytes
 
     def carrier(self) -> PlainCarrier:
