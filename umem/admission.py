@@ -6,18 +6,22 @@ Checking and claiming are one step among all of this user's loads, so that two d
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from types import TracebackType
 from typing import NamedTuple, Self
 
 from umem.config import LoadConfig
-from umem.errors import ProcessMemory
+from umem.errors import ProcessMemory, Remedy
 from umem.machine import MachineSnapshot, device_key, probe
 from umem.planning import Circumstances, Limit, LoadPlan, Shortfall, check_budget
 from umem.probes import PlatformClass, PlatformFacts, biggest_processes, device_processes, processes_in_group
 from umem.reservations import Claim, Reservation, Reservations
 
-__all__ = ["Admission", "Waiting", "circumstances", "refuse_unless_fitting"]
+__all__ = ["Admission", "Tried", "Waiting", "circumstances", "refuse_unless_fitting"]
+
+#: Gives the remedies that whoever built the model has tried on such a machine; asked only before a refusal.
+Tried = Callable[[MachineSnapshot], Iterable[Remedy]]
 
 _POLL_S = 0.5
 
@@ -58,6 +62,7 @@ class Admission:
         *,
         waiting: Callable[[Waiting], None] | None = None,
         reservations: Reservations | None = None,
+        tried: Tried = lambda _: (),
     ) -> Self:
         """Let the load in when it fits, for which it may wait `config.wait_for_memory_s`.
 
@@ -65,6 +70,8 @@ class Admission:
         ----------
         waiting
             Called at each try that fails while there is time. What no waiting can change is refused at once.
+        tried
+            Gives further remedies for the refusal.
 
         Raises
         ------
@@ -81,7 +88,7 @@ class Admission:
                     return cls(plan, machine, reservations.reserve(_claim(plan, machine, taken=0.0, placed=False)))
             waited_s = time.monotonic() - started_s
             if waited_s >= config.wait_for_memory_s or not _may_change(shortfall, machine):
-                refuse_unless_fitting(plan, machine)
+                refuse_unless_fitting(plan, machine, tried)
             if waiting is not None:
                 allowance = shortfall.allowance
                 sizes = shortfall.needed_bytes, allowance.available_bytes
@@ -131,9 +138,13 @@ def _claim(plan: LoadPlan, machine: MachineSnapshot, *, taken: float, placed: bo
     return Claim(memory_bytes=memory, group=path, device_bytes={device_key(machine.facts): on_devices})
 
 
-def refuse_unless_fitting(plan: LoadPlan, machine: MachineSnapshot) -> None:
+def refuse_unless_fitting(plan: LoadPlan, machine: MachineSnapshot, tried: Tried = lambda _: ()) -> None:
     """Raise the error that says why `plan` does not fit this machine, which is the one that this process runs on."""
-    check_budget(plan, machine.budget, lambda shortfall: circumstances(machine, shortfall))
+
+    def known(shortfall: Shortfall) -> Circumstances:
+        return replace(circumstances(machine, shortfall), further=tuple(tried(machine)))
+
+    check_budget(plan, machine.budget, known)
 
 
 def circumstances(machine: MachineSnapshot, shortfall: Shortfall, *, here: bool = True) -> Circumstances:

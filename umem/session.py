@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from umem._types import format_bytes
-from umem.admission import Admission, Waiting
+from umem.admission import Admission, Tried, Waiting
 from umem.checkpoint import Checkpoint, open_checkpoint
 from umem.checkpoint.offload import OffloadFile
 from umem.checkpoint.pagecache import CachePolicy, cached_bytes_of_files
@@ -180,6 +180,7 @@ class LoadSession:
         convert: Converter | None = None,
         live: Mapping[str, torch.Tensor] | None = None,
         offload: OffloadFile | None = None,
+        tried: Tried = lambda _: (),
     ) -> dict[str, torch.Tensor]:
         """Check that the plan fits, run it, and give the final tensors by target name.
 
@@ -191,6 +192,8 @@ class LoadSession:
             Target name -> tensor to fill in place.
         offload
             The file for targets on disk that groups with writes fill.
+        tried
+            Gives the remedies that whoever built the model has tried; asked only before a refusal.
 
         Raises
         ------
@@ -201,7 +204,7 @@ class LoadSession:
         """
         self._plan = load_plan
         with self.stopwatch.phase("wait"):
-            admission = Admission.of(load_plan, self._facts, self.config, waiting=self._waiting)
+            admission = Admission.of(load_plan, self._facts, self.config, waiting=self._waiting, tried=tried)
         with admission, self._guarding():
             self._budget = admission.machine.budget
             if load_plan.forecast.read_bytes:

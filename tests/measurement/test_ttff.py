@@ -59,6 +59,16 @@ def test_every_loader_ran_with_both_caches_and_gave_the_same_answer(measured: tu
 
 
 @slow
+def test_a_record_does_not_tell_where_on_the_machine_the_checkpoint_is(
+    dense: Path, measured: tuple[dict[str, Any], str]
+) -> None:
+    result, html = measured
+    assert dense.name in json.dumps(result)
+    assert str(dense.parent) not in json.dumps(result)
+    assert str(dense.parent) not in html
+
+
+@slow
 def test_caches_were_as_they_are_called(dense: Path, measured: tuple[dict[str, Any], str]) -> None:
     prepare_cache(shards_of(dense), "cold")
     if cached_fraction(shards_of(dense)) != 0:

@@ -34,15 +34,17 @@ def unfillable_buffers(module: torch.nn.Module) -> list[str]:
 
 def install(module: torch.nn.Module, targets: Targets, tensors: Mapping[str, torch.Tensor]) -> None:
     """Set each tensor under every name of its target; parameters keep their `requires_grad`."""
+    owners = dict(module.named_modules(remove_duplicate=False))
     for name, tensor in tensors.items():
         target = targets[name]
         value: torch.Tensor = tensor
+        places = [alias.rpartition(".") for alias in (target.name, *target.aliases)]
         if not target.is_buffer:
-            wants_gradient = module.get_parameter(target.name).requires_grad
+            path, _, leaf = places[0]
+            wants_gradient = getattr(owners[path], leaf).requires_grad
             value = torch.nn.Parameter(tensor, requires_grad=wants_gradient and tensor.is_floating_point())
-        for alias in (target.name, *target.aliases):
-            path, _, leaf = alias.rpartition(".")
-            setattr(module.get_submodule(path), leaf, value)
+        for path, _, leaf in places:
+            setattr(owners[path], leaf, value)
 
 
 def _own_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -23,6 +23,8 @@ from umem.measurement.meter import measured, request_of_child  # noqa: E402
 if TYPE_CHECKING:
     import torch
 
+    from umem.report.model import LoadReport
+
 __all__ = ["PROGRAM", "flattened", "main"]
 
 PROGRAM = ("-m", "umem.measurement.first_forward")
@@ -100,8 +102,16 @@ def _measured_way(load: Any, wanted: LoadRequest, request: Mapping[str, Any], im
     if request["digest_weights"]:
         facts["weights_digest"] = digest([*tensors_of(loaded.model).items(), *loaded.model.named_buffers()])
     if loaded.report is not None:
-        facts["report"] = {name: part for name, part in loaded.report.to_json().items() if name != "series"}
+        facts["report"] = _for_records(loaded.report)
     return facts
+
+
+def _for_records(report: LoadReport) -> dict[str, Any]:
+    """The report as JSON values, without its series, and without where on this machine the checkpoint is."""
+    told = {name: part for name, part in report.to_json().items() if name != "series"}
+    checkpoint = told["plan"]["checkpoint"]
+    checkpoint["path"] = Path(checkpoint["path"]).name
+    return told
 
 
 def _logits(model: Any, device: str) -> torch.Tensor:

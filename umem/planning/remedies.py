@@ -38,12 +38,15 @@ class Circumstances:
         Free huge pages that were set aside.
     cache_on_device_bytes
         Page cache in the device's memory that the budget does not count as free.
+    further
+        What whoever built the model has tried and found to fit.
     """
 
     processes: tuple[ProcessMemory, ...] = ()
     pids_in_group: frozenset[int] = frozenset()
     huge_page_pool_bytes: int = 0
     cache_on_device_bytes: int = 0
+    further: tuple[Remedy, ...] = ()
 
 
 def check_budget(
@@ -114,6 +117,7 @@ def _remedies(plan: LoadPlan, budget: Budget, shortfall: Shortfall, known: Circu
         needed = needs.memory_bytes if budget.device is None else needs.device_bytes
         yield Remedy("raise_budget", f"allow a memory budget of {format_bytes(needed)}; the machine has it", needed)
     yield from _smaller_plans(plan, budget, needs)
+    yield from known.further
     yield from _processes_to_stop(budget, needs, shortfall, known)
     more = known.huge_page_pool_bytes
     if more and budget.with_more(more, Limit.SYSTEM).shortfall_of(needs) is None:

@@ -9,7 +9,7 @@ which others take it, and after all that the load will still take. *Own*: the lo
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -91,6 +91,7 @@ class Policy:
         self._history: list[Sample] = []
         self._times: list[float] = []
         self._expected: Expectation | None = None
+        self._floors = self._group_floors = Floors(0, 0, 0)
         self._start: Sample | None = None
         self._hard_samples = 0
         self._calm_since_s: float | None = None
@@ -98,6 +99,8 @@ class Policy:
     def expect(self, expected: Expectation, start: Sample) -> None:
         """A load begins, when memory is as in `start`."""
         self._expected, self._start = expected, start
+        self._floors = floors_within(expected.system_reserve_bytes, self.thresholds)
+        self._group_floors = floors_within(expected.group_reserve_bytes, self.thresholds)
 
     def rest(self) -> None:
         """The load is over; nothing is judged from here on."""
@@ -109,7 +112,7 @@ class Policy:
         self._remember(sample)
         if self._expected is None or self.level is Level.HARD:
             return None
-        worst = max(self._findings(sample), key=lambda found: found.level, default=None)
+        worst = max(self._findings(sample, self.rooms(sample)), key=lambda found: found.level, default=None)
         if worst is not None and worst.level is Level.HARD:
             self._hard_samples += 1
             if self._hard_samples < _CONFIRMATIONS and not _is_urgent(worst):
@@ -144,17 +147,14 @@ class Policy:
 
     def rooms(self, sample: Sample) -> list[Room]:
         """What each limit leaves; nothing before `expect`."""
-        expected, memory = self._expected, sample.memory
-        if expected is None:
+        if self._expected is None:
             return []
-        rooms = []
-        if memory.available_bytes is not None:
-            floors = floors_within(expected.system_reserve_bytes, self.thresholds)
-            rooms.append(Room("MemAvailable", memory.available_bytes, floors))
-        headroom = memory.cgroup.headroom_bytes if memory.cgroup else None
+        rooms, group = [], sample.memory.cgroup
+        if sample.memory.available_bytes is not None:
+            rooms.append(Room("MemAvailable", sample.memory.available_bytes, self._floors))
+        headroom = group.headroom_bytes if group is not None else None
         if headroom is not None:
-            floors = floors_within(expected.group_reserve_bytes, self.thresholds)
-            rooms.append(Room(_GROUP, headroom, floors))
+            rooms.append(Room(_GROUP, headroom, self._group_floors))
         return rooms
 
     def rooms_since_start(self, sample: Sample) -> list[tuple[Room, Room]]:
@@ -172,16 +172,16 @@ class Policy:
         """What the load's own memory has grown since it began."""
         return sample.own_bytes - self._start.own_bytes if self._start is not None else 0
 
-    def _findings(self, sample: Sample) -> Iterator[Verdict]:
-        yield from self._about_room(sample)
+    def _findings(self, sample: Sample, rooms: Sequence[Room]) -> Iterator[Verdict]:
+        yield from self._about_room(sample, rooms)
         yield from self._about_own(sample)
-        yield from self._about_rates(sample)
+        yield from self._about_rates(sample, rooms)
 
-    def _about_room(self, sample: Sample) -> Iterator[Verdict]:
+    def _about_room(self, sample: Sample, rooms: Sequence[Room]) -> Iterator[Verdict]:
         remaining = self._remaining_bytes(sample)
         earlier = self._before(sample, _TREND_S, at_least_s=_SHORTEST_TREND_S)
         left_then = {room.where: room.left_bytes for room in self.rooms(earlier)} if earlier is not None else {}
-        for room in self.rooms(sample):
+        for room in rooms:
             yield from self._about_now(sample, room, remaining)
             if earlier is not None and room.where in left_then:
                 soon = self._left_soon(sample, earlier, room.left_bytes, left_then[room.where], remaining)
@@ -229,13 +229,15 @@ class Policy:
                 yield Verdict(now_s, level, Rule.OWN, grown, most, "the load's own memory")
                 return
 
-    def _about_rates(self, sample: Sample) -> Iterator[Verdict]:
+    def _about_rates(self, sample: Sample, rooms: Sequence[Room]) -> Iterator[Verdict]:
         now_s, limits = sample.memory.time_s, self.thresholds
         calm = 1.0 if self.level is Level.NORMAL else 0.5
         pressure = _rate(sample, self._before(sample, _PRESSURE_S), lambda memory: memory.pressure_full_us)
         stalled = None if pressure is None else pressure / 1e6
-        is_short = any(room.left_bytes < room.floors.clear for room in self.rooms(sample))
+        is_short = any(room.left_bytes < room.floors.clear for room in rooms)
         is_stalled = stalled is not None and stalled >= calm * limits.pressure_fraction.soft
+        if not (is_short or is_stalled):
+            return
         is_thrashing = False
         earlier = self._before(sample, _RATE_S)
         for rule, bounds, read in self._rates(sample.memory.page_bytes or 4096):
@@ -243,9 +245,8 @@ class Policy:
             if rate is None or rate < calm * bounds.soft:
                 continue
             is_thrashing |= rule in _THRASHING
-            if is_short or is_stalled:
-                level = Level.HARD if rate >= bounds.hard else Level.SOFT
-                yield Verdict(now_s, level, rule, rate, bounds[level - 1])
+            level = Level.HARD if rate >= bounds.hard else Level.SOFT
+            yield Verdict(now_s, level, rule, rate, bounds[level - 1])
         if stalled is not None and is_stalled:
             is_hard = stalled >= limits.pressure_fraction.hard and (is_short or is_thrashing)
             level = Level.HARD if is_hard else Level.SOFT

@@ -87,15 +87,13 @@ class Delivery:
         for write in writes:
             destination = self.destination_of(write)
             for source, *between, view in restricted(coalesced(destination.placed(write.pairing)), low, high):
-                deliver = partial(
-                    strategy.deliver, items, source._replace(offset=source.offset - low), destination, view
-                )
-                if not between:
-                    deliver()
-                elif destination.target.device == "cpu":
-                    self.calculator.submit(deliver, self._factor(write, between[0])).result()
+                factors = (self._factor(write, by) for by in between)
+                stored = source._replace(offset=source.offset - low)
+                deliver = partial(strategy.deliver, items, stored, destination, view, *factors)
+                if between and destination.target.device == "cpu":
+                    self.calculator.submit(deliver).result()
                 else:
-                    deliver(self._factor(write, between[0]))
+                    deliver()
 
     def _factor(self, write: Write, view: View) -> torch.Tensor:
         """A view of what the write is multiplied by, where its destination is."""

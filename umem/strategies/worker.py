@@ -130,8 +130,8 @@ class Worker:
 
     def _do(self, block: Block, files: contextlib.ExitStack) -> None:
         handle = self._opened(block.shard, files)
-        for part in block.parts:
-            self._job.touched(self._job.delivery.destination_of(write).target.name for write in part.writes)
+        destination_of = self._job.delivery.destination_of
+        self._job.touched(destination_of(write).target.name for part in block.parts for write in part.writes)
         asked_s = time.perf_counter()
         buffers = self._carrier.place(block)
         started_s = time.perf_counter()

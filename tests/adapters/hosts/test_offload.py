@@ -80,6 +80,28 @@ def test_a_split_model_answers_as_the_whole_one(tmp_path: Path, family: str, fra
     assert bool(files_in(tmp_path / "off")) is not as_stored
 
 
+def test_a_refusal_names_the_offloading_that_would_fit(tmp_path: Path) -> None:
+    save_family(tmp_path, "qwen3_moe")
+    config = budget_of(umem.load(tmp_path, device="cpu"), 0.8)
+    with pytest.raises(InsufficientMemoryError, match="leave on disk what does not fit") as caught:
+        umem.load(tmp_path, device="cpu", config=config)
+    (remedy,) = [remedy for remedy in caught.value.remedies if remedy.action == "offload"]
+    folder = tmp_path / "off"
+    _, report = umem.load(
+        tmp_path, device="cpu", config=config, offload="disk", offload_folder=folder, return_report=True
+    )
+    assert report.plan.forecast.peak_bytes == remedy.nbytes
+
+
+def test_a_refusal_does_not_name_offloading_that_would_not_fit(tmp_path: Path) -> None:
+    save_family(tmp_path, "llama")
+    config = budget_of(umem.load(tmp_path, device="cpu"), 0.01)
+    for settings in ({}, {"device_map": {"": "cpu"}}):
+        with pytest.raises(InsufficientMemoryError) as caught:
+            umem.load(tmp_path, device="cpu", config=config, **settings)
+        assert "offload" not in {remedy.action for remedy in caught.value.remedies}
+
+
 def test_a_model_that_fits_is_not_split(tmp_path: Path) -> None:
     save_family(tmp_path, "llama")
     model = umem.load(tmp_path, device="cpu", offload="disk")

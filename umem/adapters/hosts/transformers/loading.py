@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,10 +15,10 @@ from umem.adapters.hosts.transformers.mapping import CompiledMapping, compile_ma
 from umem.adapters.hosts.transformers.offload import DiskOffload, OffloadIndex
 from umem.adapters.hosts.transformers.placement import Placement
 from umem.checkpoint import Checkpoint, Entry
-from umem.errors import IncompleteConversionError, KeyMismatchError, ShapeMismatch
-from umem.planning import LoadPlan, make_plan
+from umem.errors import IncompleteConversionError, KeyMismatchError, Remedy, ShapeMismatch, UmemError
+from umem.planning import Budget, LoadPlan, make_plan
 from umem.planning.targets import DISK
-from umem.session import LoadSession
+from umem.session import LoadSession, MachineSnapshot
 
 __all__ = ["TransformersLoad"]
 
@@ -43,20 +44,23 @@ class TransformersLoad:
     def plan(self, model: Any, load_config: Any) -> LoadPlan:
         """The plan for `model`, which is on the meta device."""
         with self._session.planning():
-            self._placement.check(model, load_config, self._session)
-            main_device = self._session.platform.device
-            self._compiled = compile_mapping(model, self._checkpoint, load_config, main_device)
-            plan = make_plan(
-                self._checkpoint,
-                self._compiled.targets,
-                self._compiled.adaptation,
-                window_bytes=self._session.config.window_bytes,
-                allow_missing=self._allow_missing,
-                allow_unexpected=self._allow_unexpected,
-                residency=self._session.config.residency,
-            )
-            self._placement.check_plan(plan, model)
+            self._compiled, plan = self._planned(model, load_config, self._placement)
             return plan
+
+    def _planned(self, model: Any, load_config: Any, placement: Placement) -> tuple[CompiledMapping, LoadPlan]:
+        placement.check(model, load_config, self._session)
+        compiled = compile_mapping(model, self._checkpoint, load_config, self._session.platform.device)
+        plan = make_plan(
+            self._checkpoint,
+            compiled.targets,
+            compiled.adaptation,
+            window_bytes=self._session.config.window_bytes,
+            allow_missing=self._allow_missing,
+            allow_unexpected=self._allow_unexpected,
+            residency=self._session.config.residency,
+        )
+        placement.check_plan(plan, model)
+        return compiled, plan
 
     def run(self, model: Any, load_config: Any) -> tuple[LoadStateDictInfo, OffloadIndex | None]:
         """Plan, load, install; the library then learns which parameters are still missing, and which are on disk."""
@@ -67,7 +71,10 @@ class TransformersLoad:
         def convert(name: str, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
             return self._converted(self._mapping.materialized[name], tensors, model, load_config, info)
 
-        tensors = self._session.run(plan, convert=convert, offload=offload.file)
+        def tried(machine: MachineSnapshot) -> Iterator[Remedy]:
+            return self._remedies(model, load_config, machine.budget)
+
+        tensors = self._session.run(plan, convert=convert, offload=offload.file, tried=tried)
         with self._session.phase("install"):
             offload.finish(model.all_tied_weights_keys)
             self._install(model, tensors, load_config, info)
@@ -78,6 +85,17 @@ class TransformersLoad:
             transform for transform in load_config.weight_mapping or [] if transform.was_used()
         ]
         return info, offload.index if offload else None
+
+    def _remedies(self, model: Any, load_config: Any, budget: Budget) -> Iterator[Remedy]:
+        """The ways of offloading with which the model would fit, each planned whole."""
+        for placement in self._placement.alternatives():
+            try:
+                devices = placement.planned_devices(model, load_config, self._session)
+                _, plan = self._planned(model, replace(load_config, device_map=devices), placement)
+            except UmemError:
+                continue
+            if budget.shortfall_of(budget.needs_of(plan)) is None:
+                yield placement.as_remedy(plan)
 
     def discard(self) -> None:
         """Remove what the load wrote; for loads that fail."""

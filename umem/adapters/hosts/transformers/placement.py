@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
 import torch
 from accelerate.utils.modeling import get_max_layer_size
-from transformers.integrations.accelerate import compute_module_sizes
+from transformers.integrations.accelerate import _get_device_map, compute_module_sizes
 
 from umem._types import format_bytes
-from umem.errors import ConfigError, InsufficientMemoryError, UnsupportedError
+from umem.errors import ConfigError, InsufficientMemoryError, Remedy, UnsupportedError
 from umem.planning import LoadPlan
 from umem.planning.targets import DISK
 from umem.probes import PlatformClass
@@ -142,6 +142,28 @@ class Placement:
             raise ConfigError(f"the machine does not tell how much memory {unknown[0]} has; set a memory budget")
         # With one device there is nothing to balance: `sequential` fills it, then the processor, then the disk.
         return {"device_map": "sequential", "max_memory": {_key_of(name): nbytes for name, nbytes in room.items()}}
+
+    def alternatives(self) -> Iterator[Placement]:
+        """The ways of offloading what does not fit, where the caller has said nothing of it."""
+        if self.offload is None and self.device_map is None:
+            yield from (replace(self, offload=offload) for offload in Offload)
+
+    def planned_devices(self, model: Any, load_config: Any, session: LoadSession) -> dict[str, Any]:
+        """The map that the library would plan of `model`; raises as `settings`."""
+        settings = self.settings(session)
+        devices: dict[str, Any] = _get_device_map(
+            model, settings["device_map"], settings["max_memory"], load_config.hf_quantizer
+        )
+        return devices
+
+    def as_remedy(self, plan: LoadPlan) -> Remedy:
+        """What to do to load by such a plan, and what it takes of each memory."""
+        sizes = {name: size for name, size in plan.forecast.final_bytes_by_device.items() if name != DISK}
+        parts = ", ".join(f"{format_bytes(size)} on {name}" for name, size in sizes.items())
+        where = "in the processor's memory" if self.offload is Offload.CPU else "on disk"
+        folder = ", offload_folder=..." if self.offload is Offload.DISK else ""
+        text = f"leave {where} what does not fit (offload='{self.offload}'{folder}): {parts}"
+        return Remedy("offload", text, plan.forecast.peak_bytes)
 
     def check(self, model: Any, load_config: Any, session: LoadSession) -> None:
         """Return if the map that was planned or given can serve the model, which is on the meta device.
