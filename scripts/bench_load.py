@@ -127,8 +127,13 @@ def measure(
     converted: Path | None = None,
     configurations: Sequence[RawRead] = CONFIGURATIONS,
     brief: bool = False,
+    after_round: Callable[[dict[str, Any]], None] = lambda _: None,
 ) -> dict[str, Any]:
-    """All rounds, as JSON values; `brief` takes one plain read of each kind, and none into memory touched before."""
+    """All rounds, as JSON values.
+
+    `brief` takes one plain read of each kind, and none into memory touched before. `after_round` is given what there is
+    after each round, as if there were no more to come.
+    """
     left_out: dict[str, str] = {}
     able = able_loaders(loaders, checkpoints, converted, left_out)
     series: Series = {}
@@ -140,10 +145,13 @@ def measure(
         reads = list(best_of_kind.values()) if brief else reads
         plain = [Entrant(read.label + (" touched" if read.touched else ""), raw=read) for read in reads]
         entrants[cache] = [*(Entrant(loader.name, loader) for loader in able), *plain]
+    result: dict[str, Any] = {}
     for number in range(rounds):
         play_round(number, checkpoints, entrants, series, left_out, converted=converted)
-    result = header(checkpoints, able, rounds, left_out) | {"series": list(series.values())}
-    return result | {"rows": load_tables.rows(result), "equal": load_tables.equal(result)}
+        result = header(checkpoints, able, number + 1, left_out) | {"series": list(series.values())}
+        result |= {"rows": load_tables.rows(result), "equal": load_tables.equal(result)}
+        after_round(result)
+    return result
 
 
 def play_round(
@@ -385,9 +393,22 @@ def run_command(parser: argparse.ArgumentParser, options: argparse.Namespace) ->
         result = search_smallest(paths, loaders, options.rounds, options.converted)
         return result, load_tables.smallest_markdown(result)
     result = measure(
-        paths, loaders, options.caches, options.rounds, converted=options.converted, brief=bool(options.sweep)
+        paths,
+        loaders,
+        options.caches,
+        options.rounds,
+        converted=options.converted,
+        brief=bool(options.sweep),
+        after_round=lambda rounds: save(options, rounds, load_tables.markdown(rounds)),
     )
     return result, load_tables.markdown(result)
+
+
+def save(options: argparse.Namespace, result: Mapping[str, Any], page: str) -> None:
+    """Write PATH.json and PATH.md, where that was asked for."""
+    if options.save is not None:
+        options.save.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
+        options.save.with_suffix(".md").write_text(page)
 
 
 def main() -> int:
@@ -409,7 +430,7 @@ def main() -> int:
     parser.add_argument("--total", type=parse_bytes, default="1GiB", help="the size of each checkpoint of a sweep")
     parser.add_argument("--converted", type=Path, help="where files of peers' own formats go (default: beside)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of the page")
-    parser.add_argument("--save", type=Path, help="write PATH.json and PATH.md")
+    parser.add_argument("--save", type=Path, help="write PATH.json and PATH.md, after each round")
     options = parser.parse_args()
     if options.rounds < 1:
         parser.error("--rounds: one at least")
@@ -419,13 +440,10 @@ def main() -> int:
     try:
         result, page = run_command(parser, options)
     except KeyboardInterrupt:
-        say("interrupted; nothing is left running")
+        say("interrupted; nothing is left running, and the rounds that were whole are saved if --save was given")
         return 130
-    text = json.dumps(result, indent=1)
-    print(text if options.json else page)
-    if options.save is not None:
-        options.save.with_suffix(".json").write_text(text + "\n")
-        options.save.with_suffix(".md").write_text(page)
+    print(json.dumps(result, indent=1) if options.json else page)
+    save(options, result, page)
     return 0 if result.get("equal", True) else 1
 
 
