@@ -440,7 +440,7 @@ def main() -> int:
     try:
         result, page = run_command(parser, options)
     except KeyboardInterrupt:
-        say("interrupted; nothing is left running, and the rounds that were whole are saved if --save was given")
+        say("interrupted; nothing is left running")
         return 130
     print(json.dumps(result, indent=1) if options.json else page)
     save(options, result, page)

@@ -96,9 +96,10 @@ def test_a_refusal_names_the_offloading_that_would_fit(tmp_path: Path) -> None:
 def test_a_refusal_does_not_name_offloading_that_would_not_fit(tmp_path: Path) -> None:
     save_family(tmp_path, "llama")
     config = budget_of(umem.load(tmp_path, device="cpu"), 0.01)
-    for settings in ({}, {"device_map": {"": "cpu"}}):
+    maps: list[dict[str, str] | None] = [None, {"": "cpu"}]
+    for device_map in maps:
         with pytest.raises(InsufficientMemoryError) as caught:
-            umem.load(tmp_path, device="cpu", config=config, **settings)
+            umem.load(tmp_path, device="cpu", config=config, device_map=device_map)
         assert "offload" not in {remedy.action for remedy in caught.value.remedies}
 
 
