@@ -2,6 +2,10 @@
 
 For the processor's memory that is the best there is. For devices it is the road that always works: each copy is waited
 for, and the driver bounces it through memory of its own.
+
+Where numbers are multiplied one thread delivers for all, and torch shares each of its steps among the cores: threads
+that multiply side by side, each with helpers of its own, wait for each other more than they compute (measured, two
+cores: 3.2 s for a gigabyte of FP8, against 2.0 s by one).
 """
 
 from __future__ import annotations
@@ -76,6 +80,13 @@ class PlainCarrier:
 
     def deliver(self, block: Block) -> None:  # noqa: ARG002 - what was staged of it is known
         """Deliver what was staged."""
+        if self._delivery.factors:
+            self._delivery.calculator.submit(self._deliver_staged).result()
+        else:
+            self._deliver_staged()
+
+    @torch.no_grad()
+    def _deliver_staged(self) -> None:
         for part, buffer in self._staged:
             items = torch.frombuffer(buffer, dtype=torch_dtype(part.writes[0].entry.dtype))
             self._delivery.deliver(part, items, part.writes)
