@@ -141,8 +141,8 @@ def measure(
     for cache in caches:
         raw = best_raw_reads(max(checkpoints, key=size_of), cache, configurations)
         best_of_kind = {read.direct: read for read in reversed(raw)}
-        reads = [*raw, *(read._replace(touched=True) for read in best_of_kind.values())]
-        reads = list(best_of_kind.values()) if brief else reads
+        best = list(best_of_kind.values())
+        reads = best if brief else [*raw, *(read._replace(touched=True) for read in best)]
         plain = [Entrant(read.label + (" touched" if read.touched else ""), raw=read) for read in reads]
         entrants[cache] = [*(Entrant(loader.name, loader) for loader in able), *plain]
     result: dict[str, Any] = {}

@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 from umem._types import DType
 from umem.checkpoint.entries import Entry
-from umem.planning.views import Axis, Pairing, View, along, carried, contiguous_strides, spread
-from umem.planning.writes import Factor, Write
+from umem.planning.views import Axis, Pairing, View, along, carried, placed, spread
+from umem.planning.writes import Factor, Write, paired
 
 __all__ = ["Layout", "NotALayoutError", "Piece", "concatenate", "stack", "stored"]
 
@@ -38,8 +38,7 @@ class Piece(NamedTuple):
     @property
     def pairing(self) -> Pairing:
         """Its views: the source, the factor's if there is one, the destination."""
-        between = () if self.factor is None else (self.factor.view,)
-        return (self.source, *between, self.destination)
+        return paired(self.source, self.factor, self.destination)
 
     def over(self, pairing: Pairing) -> Piece:
         """The same stored tensors with other views."""
@@ -161,12 +160,9 @@ def concatenate(layouts: Sequence[Layout], dim: int) -> Layout:
 def _scaled(piece: Piece, entry: Entry, view: View, dtype: DType) -> Piece:
     """The piece, multiplied by a view of a stored tensor that has the shape of the layout it is a piece of."""
     axes, start = _spread(piece, view.shape)
-    offset = view.offset + sum(index * stride for index, stride in zip(start, view.strides, strict=True))
-    plain = contiguous_strides(view.shape)
-    strides = [axis.step * plain[axis.dim] for axis in axes]
-    source, destination = along(axes, [piece.source], piece.destination.offset, strides)
-    by = View(offset, source.shape, tuple(axis.step * view.strides[axis.dim] for axis in axes))
-    return Piece(piece.entry, source, destination, Factor(entry, by, dtype))
+    (source,) = along(axes, [piece.source.offset])
+    destination = placed(axes, start, View.whole(view.shape))
+    return Piece(piece.entry, source, destination, Factor(entry, placed(axes, start, view), dtype))
 
 
 def _carry(pieces: Sequence[Piece], outer: View) -> tuple[Piece, ...]:
@@ -190,15 +186,11 @@ def _clipped(
     axes, begin = _spread(piece, shape)
     coarsest_first = sorted((axis for axis in axes if axis.dim == dim), key=lambda axis: -axis.step)
     across = [axis for axis in axes if axis.dim != dim]
-    strides = contiguous_strides(new_shape)
-    others = piece.pairing[:-1]
-    begins = tuple(view.offset for view in others)
+    begins = tuple(view.offset for view in piece.pairing[:-1])
     for kept, first, offsets in _cut(coarsest_first, begin[dim] - start, begins, length):
         chosen = [*across, *kept]
-        offset = sum(index * stride for d, (index, stride) in enumerate(zip(begin, strides, strict=True)) if d != dim)
-        offset += first * strides[dim]
-        moved = [view._replace(offset=at) for view, at in zip(others, offsets, strict=True)]
-        yield piece.over(along(chosen, moved, offset, [axis.step * strides[axis.dim] for axis in chosen]))
+        index = [*begin[:dim], first, *begin[dim + 1 :]]
+        yield piece.over((*along(chosen, offsets), placed(chosen, index, View.whole(new_shape))))
 
 
 def _cut(

@@ -13,7 +13,18 @@ from collections.abc import Iterator, Sequence
 from math import prod
 from typing import NamedTuple
 
-__all__ = ["Axis", "Pairing", "View", "along", "carried", "coalesced", "contiguous_strides", "restricted", "spread"]
+__all__ = [
+    "Axis",
+    "Pairing",
+    "View",
+    "along",
+    "carried",
+    "coalesced",
+    "contiguous_strides",
+    "placed",
+    "restricted",
+    "spread",
+]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -159,17 +170,21 @@ def carried(pairing: Pairing, outer: View) -> Pairing:
     if outer.strides == contiguous_strides(outer.shape):
         return (*others, destination._replace(offset=destination.offset + outer.offset))
     axes, start = spread(pairing, outer.shape)
-    offset = outer.offset + sum(index * stride for index, stride in zip(start, outer.strides, strict=True))
-    return along(axes, others, offset, [axis.step * outer.strides[axis.dim] for axis in axes])
+    return (*along(axes, [view.offset for view in others]), placed(axes, start, outer))
 
 
-def along(axes: Sequence[Axis], others: Sequence[View], offset: int, strides: Sequence[int]) -> Pairing:
-    """The pairing over `axes` of the views before the destination with a destination of that offset and strides."""
+def along(axes: Sequence[Axis], offsets: Sequence[int]) -> tuple[View, ...]:
+    """The views before the destination, from these offsets on, over `axes`."""
     sizes = tuple(axis.size for axis in axes)
-    views = (
-        View(view.offset, sizes, tuple(axis.strides[number] for axis in axes)) for number, view in enumerate(others)
+    return tuple(
+        View(offset, sizes, tuple(axis.strides[number] for axis in axes)) for number, offset in enumerate(offsets)
     )
-    return (*views, View(offset, sizes, tuple(strides)))
+
+
+def placed(axes: Sequence[Axis], start: Sequence[int], outer: View) -> View:
+    """The view over `axes` in a tensor that lies where `outer` does, from the index `start` on."""
+    offset = outer.offset + sum(index * stride for index, stride in zip(start, outer.strides, strict=True))
+    return View(offset, tuple(axis.size for axis in axes), tuple(axis.step * outer.strides[axis.dim] for axis in axes))
 
 
 def coalesced(pairing: Pairing) -> Pairing:

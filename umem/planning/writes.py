@@ -9,7 +9,7 @@ from umem._types import DType
 from umem.checkpoint.entries import Entry
 from umem.planning.views import Pairing, View
 
-__all__ = ["Adaptation", "Conversion", "Factor", "Group", "Route", "Write"]
+__all__ = ["Adaptation", "Conversion", "Factor", "Group", "Route", "Write", "paired"]
 
 
 class Route(StrEnum):
@@ -47,6 +47,11 @@ class Factor(NamedTuple):
         return self.entry.nbytes + self.entry.nbytes // self.entry.dtype.itemsize * self.dtype.itemsize
 
 
+def paired(source: View, factor: Factor | None, destination: View) -> Pairing:
+    """The views of a write as one pairing: the source, the factor's if there is one, the destination."""
+    return (source, destination) if factor is None else (source, factor.view, destination)
+
+
 class Write(NamedTuple):
     """A view of a stored tensor fills a view of a target, multiplied by a factor's if there is one; all of one shape.
 
@@ -62,8 +67,7 @@ class Write(NamedTuple):
     @property
     def pairing(self) -> Pairing:
         """Its views: the source, the factor's if there is one, the destination."""
-        between = () if self.factor is None else (self.factor.view,)
-        return (self.source, *between, self.destination)
+        return paired(self.source, self.factor, self.destination)
 
 
 class Conversion(NamedTuple):

@@ -7,7 +7,6 @@ items lie.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -43,14 +42,11 @@ class Delivery:
         Stored name -> route.
     factors
         (device, stored name, dtype) -> the flat tensor, of that dtype, by which writes are multiplied.
-    calculator
-        A thread that delivers for the others where numbers are multiplied by the processor.
     """
 
     destination_of: Callable[[Write], Destination]
     routes: Mapping[str, Route]
     factors: Mapping[tuple[str, str, DType], torch.Tensor]
-    calculator: Executor
 
     def unchanged(self, part: Part) -> Run | None:
         """The bytes of final storage that the part fills unchanged and in order, if it does."""

@@ -11,7 +11,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 
 import torch
 
@@ -79,16 +79,11 @@ class FileReading:
         if not blocks:
             return None
         shape = shape._replace(slots=min(shape.slots, len(blocks)), workers=min(shape.workers, len(blocks)))
+        delivery = self._delivery(groups, destinations)
         with (
             self._eviction(blocks) as evictions,
-            ThreadPoolExecutor(1, thread_name_prefix="umem-product") as calculator,
             open_copier(
-                delivery := self._delivery(groups, destinations, calculator),
-                devices,
-                shape,
-                alignments=self._alignments,
-                block_bytes=block_bytes,
-                window=window,
+                delivery, devices, shape, alignments=self._alignments, block_bytes=block_bytes, window=window
             ) as copier,
         ):
             feeder = Feeder(blocks, self._execution.watch)
@@ -97,14 +92,12 @@ class FileReading:
             self._wait_for([Worker(job, feeder) for _ in range(count)], feeder, window)
             return copier
 
-    def _delivery(
-        self, groups: Sequence[Group], destinations: Mapping[str, Destination], calculator: Executor
-    ) -> Delivery:
+    def _delivery(self, groups: Sequence[Group], destinations: Mapping[str, Destination]) -> Delivery:
         def destination_of(write: Write) -> Destination:
             return destinations.get(write.target) or destinations[self._plan.targets[write.target].name]
 
         routes = {write.entry.name: group.route for group in groups for write in group.writes}
-        return Delivery(destination_of, routes, self.factors, calculator)
+        return Delivery(destination_of, routes, self.factors)
 
     def _job(
         self,

@@ -25,6 +25,7 @@ PRODUCT_BYTES = _TILE_ITEMS * (8 + 2)
 _E4M3_SHIFT, _E4M3_SCALE, _E4M3_NAN = 7, 256.0, 480.0
 _E4M3_KEPT = -0x4001  # all but the second highest bit, into which the shift moves a copy of the sign
 _E5M2_SHIFT = 8
+_DECODED = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def copy_product(into: torch.Tensor, items: torch.Tensor, factor: torch.Tensor) -> None:
@@ -33,16 +34,17 @@ def copy_product(into: torch.Tensor, items: torch.Tensor, factor: torch.Tensor) 
         return
     fault_in_view(into)
     count, shape = min(_TILE_ITEMS, into.numel()), tuple(into.shape)
+    decodes = items.device.type == "cpu" and items.dtype in _DECODED
     numbers = torch.empty(count, dtype=factor.dtype, device=into.device)
-    codes = torch.empty(count if _is_decoded(items) else 0, dtype=torch.int16)
+    codes = torch.empty(count if decodes else 0, dtype=torch.int16)
     product, code = numbers, codes
     has_nan = items.dtype == torch.float8_e4m3fn and _has_nan(items)
     for tile in _tiles(shape, _TILE_ITEMS):
         target = into[tile]
         if product.shape != target.shape:
             product = numbers[: target.numel()].view(target.shape)
-            code = codes[: target.numel()].view(target.shape) if _is_decoded(items) else codes
-        if _is_decoded(items):
+            code = codes[: target.numel()].view(target.shape) if decodes else codes
+        if decodes:
             _decode(product, items[tile], code, has_nan=has_nan)
         else:
             product.copy_(items[tile])
@@ -62,10 +64,6 @@ def _tiles(shape: tuple[int, ...], most: int) -> Iterator[tuple[int | slice, ...
     for outer in itertools.product(*(range(size) for size in shape[: dim - 1])):
         for low in range(0, shape[dim - 1], step):
             yield (*outer, slice(low, low + step))
-
-
-def _is_decoded(items: torch.Tensor) -> bool:
-    return items.device.type == "cpu" and items.dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def _decode(into: torch.Tensor, items: torch.Tensor, codes: torch.Tensor, *, has_nan: bool) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -58,7 +57,7 @@ def test_a_block_is_one_buffer_that_lies_congruent_to_the_file(tmp_path: Path, a
     def find(write: Write) -> Destination:
         return destinations[write.target]
 
-    delivery = Delivery(find, dict.fromkeys(model.checkpoint.entries, Route.DIRECT), {}, ThreadPoolExecutor(1))
+    delivery = Delivery(find, dict.fromkeys(model.checkpoint.entries, Route.DIRECT), {})
     shape = ring_shape(window_bytes=MIB, block_bytes=200_000, threads=1, devices=1, reads_hold_copies=False)
     alignments = [alignment] * len(model.checkpoint.shards)
     window = Window(MIB)

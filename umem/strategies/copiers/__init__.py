@@ -47,7 +47,8 @@ def open_copier(
     with contextlib.ExitStack() as stack:
 
         def plain(name: str, reason: str) -> Copier:
-            return PlainCopier(delivery, alignments=alignments, block_bytes=block_bytes, name=name, reason=reason)
+            copier = PlainCopier(delivery, alignments=alignments, block_bytes=block_bytes, name=name, reason=reason)
+            return stack.enter_context(contextlib.closing(copier))
 
         def chosen() -> Copier:
             if not devices:

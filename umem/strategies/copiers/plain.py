@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 
 import torch
 
@@ -40,18 +41,27 @@ class PlainCopier:
     ) -> None:
         self.name, self.reason = name, reason
         self.carrier_bytes = block_bytes + TILE_BYTES + (PRODUCT_BYTES if delivery.factors else 0)
+        self._calculator = ThreadPoolExecutor(1, thread_name_prefix="umem-product") if delivery.factors else None
         self._delivery, self._alignments, self._block_bytes = delivery, alignments, block_bytes
 
     def carrier(self) -> PlainCarrier:
         """A carrier with a staging buffer of its own."""
-        return PlainCarrier(self._delivery, self._alignments, self._block_bytes)
+        return PlainCarrier(self._delivery, self._alignments, self._block_bytes, self._calculator)
+
+    def close(self) -> None:
+        """End the thread that multiplies."""
+        if self._calculator is not None:
+            self._calculator.shutdown()
 
 
 class PlainCarrier:
-    """Stages a block's parts one behind the other."""
+    """Stages a block's parts one behind the other; `calculator` delivers them, where there is one."""
 
-    def __init__(self, delivery: Delivery, alignments: Sequence[int], block_bytes: int) -> None:
+    def __init__(
+        self, delivery: Delivery, alignments: Sequence[int], block_bytes: int, calculator: Executor | None = None
+    ) -> None:
         self._delivery, self._alignments, self._block_bytes = delivery, alignments, block_bytes
+        self._calculator = calculator
         self._staging: mmap.mmap | None = None
         self._staged: list[tuple[Part, memoryview]] = []
         self._gap = memoryview(bytearray(GAP_BYTES))
@@ -80,10 +90,10 @@ class PlainCarrier:
 
     def deliver(self, block: Block) -> None:  # noqa: ARG002 - what was staged of it is known
         """Deliver what was staged."""
-        if self._delivery.factors:
-            self._delivery.calculator.submit(self._deliver_staged).result()
-        else:
+        if self._calculator is None:
             self._deliver_staged()
+        else:
+            self._calculator.submit(self._deliver_staged).result()
 
     @torch.no_grad()
     def _deliver_staged(self) -> None:
