@@ -240,6 +240,13 @@ def test_what_is_no_move_is_noticed(tmp_path: Path, name: str) -> None:
         NO_MOVES[name](traced(checkpoint))
 
 
+def test_packed_numbers_are_not_cast_as_if_each_had_an_item(tmp_path: Path) -> None:
+    path = write_safetensors(tmp_path / "m.safetensors", {"t": random_tensor((6, 8), torch.uint8)})
+    entry = open_checkpoint(path).entries["t"]._replace(dtype=DType.F4)
+    with pytest.raises(NotALayoutError, match="a cast from"):
+        TracedTensor(stored(entry), torch.float4_e2m1fn_x2).to(torch.float32)
+
+
 def test_shapes_that_do_not_fit_are_the_usual_errors(tmp_path: Path) -> None:
     tensors = {"a": random_tensor((6, 8)), "b": random_tensor((4, 7))}
     a, b = traced(open_checkpoint(write_safetensors(tmp_path / "m.safetensors", tensors)))

@@ -165,7 +165,8 @@ def _to_copy(tensor: TracedTensor, **kwargs: Any) -> TracedTensor:
     if dtype != tensor.dtype:
         pieces = tensor.layout_of_elements.pieces
         before = {piece.entry.dtype if piece.factor is None else piece.factor.dtype for piece in pieces}
-        if not (dtype.is_floating_point and tensor.dtype.is_floating_point):
+        is_packed = any(piece.entry.dtype.bits < 8 for piece in pieces)
+        if is_packed or not (dtype.is_floating_point and tensor.dtype.is_floating_point):
             raise NotALayoutError(f"a cast from {tensor.dtype} to {dtype}")
         if not all(_holds(tensor.dtype, torch_dtype(narrow)) for narrow in before):
             raise NotALayoutError(f"a second cast, from {tensor.dtype} to {dtype}")

@@ -16,6 +16,8 @@ from umem.adapters.precision import dequantized
 
 __all__ = ["take_declared_blocks"]
 
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+
 
 def take_declared_blocks(operations: Iterable[Any]) -> None:
     """Have those of the operations that dequantize FP8 blocks use the size that their config declares."""
@@ -34,7 +36,7 @@ def _dequantize(
     output_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """`Fp8Dequantize._dequantize_one`; formats other than FP8 with floating-point scales are left to it."""
-    if quantized.dtype.itemsize != 1 or not (quantized.is_floating_point() and scales.is_floating_point()):
+    if quantized.dtype not in _FP8 or not scales.is_floating_point():
         result: torch.Tensor = undeclared(quantized, scales, output_dtype=output_dtype)
         return result
     usual = scales.dtype if scales.element_size() >= 2 else torch.bfloat16
