@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from end_state import own_all
 
 from umem.measurement.baselines import import_model_code, load_by_accelerate
-from umem.measurement.page_cache import shards_of
+from umem.measurement.page_cache import cached_fraction, prepare_cache, shards_of
 
 if TYPE_CHECKING:
     import torch
@@ -84,8 +84,9 @@ def prepared_umem(checkpoint: Path, _files: list[Path]) -> Load:
     return lambda: umem.load(checkpoint, device="cpu", return_report=True)
 
 
-def prepared_umem_into(checkpoint: Path, _files: list[Path]) -> Load:
+def prepared_umem_into(checkpoint: Path, files: list[Path]) -> Load:
     """`umem.load_into` a module that has the stored tensors under their names, with its report."""
+    is_cold = cached_fraction(files) == 0
     import torch
 
     import umem
@@ -95,20 +96,19 @@ def prepared_umem_into(checkpoint: Path, _files: list[Path]) -> Load:
     from umem.checkpoint import open_checkpoint
     from umem.strategies.storage import torch_dtype
 
-    def load() -> tuple[torch.nn.Module, umem.LoadReport]:
-        module = torch.nn.Module()
-        for entry in open_checkpoint(checkpoint).entries.values():
-            holder = module
-            *path, leaf = entry.name.split(".")
-            for part in path:
-                if part not in holder._modules:
-                    holder.add_module(part, torch.nn.Module())
-                holder = holder.get_submodule(part)
-            empty = torch.empty(entry.shape, dtype=torch_dtype(entry.dtype), device="meta")
-            holder.register_parameter(leaf, torch.nn.Parameter(empty, requires_grad=False))
-        return module, umem.load_into(module, checkpoint, device="cpu")
-
-    return load
+    module = torch.nn.Module()
+    for entry in open_checkpoint(checkpoint).entries.values():
+        holder = module
+        *path, leaf = entry.name.split(".")
+        for part in path:
+            if part not in holder._modules:
+                holder.add_module(part, torch.nn.Module())
+            holder = holder.get_submodule(part)
+        empty = torch.empty(entry.shape, dtype=torch_dtype(entry.dtype), device="meta")
+        holder.register_parameter(leaf, torch.nn.Parameter(empty, requires_grad=False))
+    if is_cold:
+        prepare_cache(files, "cold")  # the headers were read
+    return lambda: (module, umem.load_into(module, checkpoint, device="cpu"))
 
 
 # --- transformers and accelerate -------------------------------------------------------------------------------------
@@ -269,7 +269,7 @@ LOADERS = (
     ),
     Loader(
         name="umem-load-into", package="umem", module="umem", end_state="tensors",
-        how="`umem.load_into` a module of empty parameters, made from the headers in its time",
+        how="`umem.load_into` a module of empty parameters, which is there before",
         prepare=prepared_umem_into,
     ),
     Loader(

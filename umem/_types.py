@@ -18,7 +18,8 @@ class DType(Enum):
     """A stored data type: (safetensors name, bits an element, torch name or None, kind).
 
     Kind is one of `float` (safe to cast to other floats), `coded` (floats of 8 bits and fewer: numbers only together
-    with a scale), `int`, `bool`, `complex`.
+    with a scale), `int`, `bool`, `complex`. `itemsize` is bytes of one storage item: an element, or a whole byte where
+    elements are smaller than one.
     """
 
     F64 = ("F64", 64, "float64", "float")
@@ -50,11 +51,7 @@ class DType(Enum):
         self.bits = bits
         self.torch_name = torch_name
         self.kind = kind
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of one storage item: an element, or a whole byte where elements are smaller than one."""
-        return max(1, self.bits // 8)
+        self.itemsize = max(1, bits // 8)
 
     def storage_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Shape in storage items: F4 packs two elements of the last dimension a byte, F6 becomes plain bytes."""

@@ -219,7 +219,7 @@ def load_into(
 
     with LoadSession(device=str(device), config=config, progress=progress) as session:
         checkpoint = session.open(path_or_id)
-        with session.planning():
+        with session.phase("plan"):
             live = live_tensors(module)
             targets = targets_of_module(
                 module,

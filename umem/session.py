@@ -22,6 +22,7 @@ from umem.checkpoint.pagecache import CachePolicy, cached_bytes_of_files
 from umem.checkpoint.readers import ReaderChoice, choose_readers
 from umem.config import LoadConfig, config_from_environment
 from umem.errors import MemoryOverrunError, UmemError
+from umem.garbage import full_collections_wait
 from umem.guard import Guard
 from umem.machine import MachineSnapshot, facts_of, probe
 from umem.planning import Budget, Limit, LoadPlan
@@ -54,6 +55,8 @@ ProgressCallback = Callable[["Progress"], None]
 
 class LoadSession:
     """One load: open, plan, check, run, report. A context manager that watches memory from `open` on.
+
+    Full garbage collections wait until it ends (`garbage`).
 
     Parameters
     ----------
@@ -88,15 +91,18 @@ class LoadSession:
         self._budget = Budget()
         self._readers = ReaderChoice((), "nothing to read")
         self._guard: Guard | None = None
+        self._whole = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
+        self._whole.enter_context(full_collections_wait())
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._monitor is not None:
-            self._monitor.__exit__(kind, error, trace)
+        with self._whole:
+            if self._monitor is not None:
+                self._monitor.__exit__(kind, error, trace)
 
     def open(self, path_or_id: str | os.PathLike[str], *, revision: str | None = None) -> Checkpoint:
         """Open the checkpoint, and start to watch memory."""
@@ -150,18 +156,6 @@ class LoadSession:
         """Time a phase of the load."""
         with self.stopwatch.phase(name):
             yield
-
-    @contextlib.contextmanager
-    def planning(self) -> Iterator[None]:
-        """Time the planning. A plan is many small records without cycles, which the collector would visit in vain."""
-        collects = gc.isenabled()
-        gc.disable()
-        try:
-            with self.stopwatch.phase("plan"):
-                yield
-        finally:
-            if collects:
-                gc.enable()
 
     def room(self) -> dict[str, int | None]:
         """Bytes that a model may take, by device; `cpu` too where that is another memory. None where unknown."""

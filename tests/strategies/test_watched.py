@@ -26,7 +26,7 @@ from umem.checkpoint.readers import READERS, ReadHandle
 from umem.planning import Conversion, Target
 from umem.probes import Level, LoadStoppedError
 from umem.strategies.relief import Relief
-from umem.strategies.storage import allocate, discard
+from umem.strategies.storage import allocate, destination_of, discard
 
 
 class Watch:
@@ -179,10 +179,13 @@ def test_no_conversion_starts_after_the_end(tmp_path: Path) -> None:
 
 
 def test_discarded_pages_are_gone_and_can_be_written_to() -> None:
-    tensor = allocate(Target("t", DType.U8, (32 * MIB,)), huge_pages=None, residue=100)
+    target = Target("t", DType.U8, (32 * MIB,))
+    tensor = allocate(target, huge_pages=None, residue=100)
     tensor.fill_(7)
+    span = destination_of(target, tensor).span
+    assert span is not None
     before = resident_bytes()
-    discard(tensor)
+    discard(span.memory)
     assert before - resident_bytes() > 31 * MIB
     tensor[-1] = 3
     assert torch.count_nonzero(tensor) == 1

@@ -10,10 +10,10 @@ import functools
 import re
 from collections.abc import Collection, Mapping
 
-from umem.adapters.layout import stored
 from umem.checkpoint.entries import Checkpoint
 from umem.errors import ConfigError
 from umem.planning.targets import Targets
+from umem.planning.views import View
 from umem.planning.writes import Adaptation, Write
 
 __all__ = ["by_name", "renamed"]
@@ -57,8 +57,9 @@ def by_name(
             found, wanted = str(list(entry.shape)), str(list(targets[name].shape))
             adaptation.mismatched.append((name, found, wanted))
         else:
-            piece = stored(entry).pieces[0]
-            adaptation.writes.append(Write(entry, piece.source, name, piece.destination))
+            adaptation.writes.append(
+                Write(entry, View.whole(entry.shape, entry.strides), name, View.whole(entry.shape))
+            )
     return adaptation
 
 

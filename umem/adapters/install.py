@@ -37,14 +37,17 @@ def install(module: torch.nn.Module, targets: Targets, tensors: Mapping[str, tor
     owners = dict(module.named_modules(remove_duplicate=False))
     for name, tensor in tensors.items():
         target = targets[name]
-        value: torch.Tensor = tensor
         places = [alias.rpartition(".") for alias in (target.name, *target.aliases)]
-        if not target.is_buffer:
-            path, _, leaf = places[0]
-            wants_gradient = getattr(owners[path], leaf).requires_grad
-            value = torch.nn.Parameter(tensor, requires_grad=wants_gradient and tensor.is_floating_point())
+        if target.is_buffer:
+            for path, _, leaf in places:
+                owners[path]._buffers[leaf] = tensor
+            continue
+        path, _, leaf = places[0]
+        former = owners[path]._parameters[leaf]
+        wants_gradient = former is not None and former.requires_grad
+        parameter = torch.nn.Parameter(tensor, requires_grad=wants_gradient and tensor.is_floating_point())
         for path, _, leaf in places:
-            setattr(owners[path], leaf, value)
+            owners[path]._parameters[leaf] = parameter
 
 
 def _own_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

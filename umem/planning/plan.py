@@ -334,9 +334,10 @@ def _forecast(groups: Collection[Group], targets: Targets, window_bytes: int, li
     by_place: Counter[tuple[str, DType]] = Counter()
     for name in written:
         target = targets[name]
-        by_device[target.device] += target.nbytes
+        nbytes = target.nbytes
+        by_device[target.device] += nbytes
         if name not in live and name not in unmoved and name not in on_disk:
-            by_place[target.device, target.dtype] += target.nbytes
+            by_place[target.device, target.dtype] += nbytes
     final_bytes = by_device.total()
     return Forecast(
         final_bytes=final_bytes,

@@ -7,11 +7,11 @@ Buffers that are not persistent are no targets: their module makes them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from math import prod
 from typing import Any, NamedTuple, Protocol
 
 from umem._types import DType
 from umem.errors import UnsupportedError
-from umem.planning.views import View
 
 __all__ = ["DISK", "Target", "Targets", "targets_of_module"]
 
@@ -46,12 +46,12 @@ class Target(NamedTuple):
     @property
     def items(self) -> int:
         """The number of storage items."""
-        return View.whole(self.shape).items
+        return prod(self.shape)
 
     @property
     def nbytes(self) -> int:
         """Bytes of its storage."""
-        return self.items * self.dtype.itemsize
+        return prod(self.shape) * self.dtype.itemsize
 
 
 class Targets(Mapping[str, Target]):

@@ -46,7 +46,7 @@ class View(NamedTuple):
     @classmethod
     def whole(cls, shape: Sequence[int], strides: Sequence[int] | None = None) -> View:
         """The view of a whole tensor of `shape`; row-major where no strides are given."""
-        return cls(0, tuple(shape), contiguous_strides(tuple(shape)) if strides is None else tuple(strides))
+        return _row_major(tuple(shape)) if strides is None else cls(0, tuple(shape), tuple(strides))
 
     @property
     def items(self) -> int:
@@ -87,12 +87,19 @@ class View(NamedTuple):
 
     def runs_row_major(self) -> bool:
         """Whether the items follow each other without gaps."""
+        if self.strides == contiguous_strides(self.shape):
+            return True
         expected = 1
         for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
             if size != 1 and stride != expected:
                 return False
             expected *= size
         return True
+
+
+@functools.lru_cache(maxsize=4096)
+def _row_major(shape: tuple[int, ...]) -> View:
+    return View(0, shape, contiguous_strides(shape))
 
 
 #: Views of one shape, whose items belong together: source first, destination last.

@@ -18,11 +18,16 @@ GAP_BYTES = 64 * 1024
 
 
 class Part(NamedTuple):
-    """A piece of one entry: file range [start, end), and the writes that the entry feeds."""
+    """A piece of a group's first entry: file range [start, end)."""
 
     start: int
     end: int
-    writes: tuple[Write, ...]
+    group: Group
+
+    @property
+    def writes(self) -> tuple[Write, ...]:
+        """The writes that the entry feeds."""
+        return self.group.writes
 
 
 class Block(NamedTuple):
@@ -75,7 +80,7 @@ def _cut(groups: Sequence[Group], block_bytes: int) -> Iterator[tuple[int, list[
                 yield shard, parts
                 parts = []
                 continue
-            parts.append(Part(position, position + take, group.writes))
+            parts.append(Part(position, position + take, group))
             position += take
     if parts:
         yield shard, parts

@@ -17,7 +17,7 @@ from umem.planning.views import View, coalesced, restricted
 from umem.planning.writes import Route, Write
 from umem.strategies.blocks import Part
 from umem.strategies.registry import block_strategy
-from umem.strategies.storage import Destination
+from umem.strategies.storage import Destination, Span
 
 __all__ = ["Delivery", "Run"]
 
@@ -38,23 +38,19 @@ class Delivery:
     ----------
     destination_of
         Where a write goes.
-    routes
-        Stored name -> route.
     factors
         (device, stored name, dtype) -> the flat tensor, of that dtype, by which writes are multiplied.
     """
 
     destination_of: Callable[[Write], Destination]
-    routes: Mapping[str, Route]
     factors: Mapping[tuple[str, str, DType], torch.Tensor]
 
     def unchanged(self, part: Part) -> Run | None:
         """The bytes of final storage that the part fills unchanged and in order, if it does."""
-        if len(part.writes) != 1:
+        group = part.group
+        if group.route is not Route.DIRECT or len(group.writes) != 1:
             return None
-        write = part.writes[0]
-        if self.routes[write.entry.name] is not Route.DIRECT:
-            return None
+        write = group.writes[0]
         if not (write.source.runs_row_major() and write.destination.runs_row_major()):
             return None
         itemsize = write.entry.dtype.itemsize
@@ -64,17 +60,17 @@ class Delivery:
         start = write.destination.offset * itemsize + part.start - write.entry.start
         return Run(destination, start, start + part.end - part.start)
 
-    def memory(self, part: Part) -> memoryview | None:
+    def span(self, part: Part) -> Span | None:
         """The final storage that the part fills unchanged and in order, if the processor can write it."""
         run = self.unchanged(part)
-        if run is None or run.destination.memory is None:
+        if run is None or run.destination.span is None:
             return None
-        return run.destination.memory[run.start : run.end]
+        return run.destination.span.part(run.start, run.end)
 
     def deliver(self, part: Part, items: torch.Tensor, writes: Sequence[Write]) -> None:
         """Deliver `writes` of the part from `items`, its stored items, flat."""
         entry = part.writes[0].entry
-        strategy = block_strategy(self.routes[entry.name])
+        strategy = block_strategy(part.group.route)
         itemsize = entry.dtype.itemsize
         low, high = (part.start - entry.start) // itemsize, (part.end - entry.start) // itemsize
         for write in writes:

@@ -1,30 +1,34 @@
 """Gives every target its final storage before anything is read: new memory, the caller's tensor, pages of files.
 
 Conversions that their owner runs bring storage of their own. New memory begins where in a page most of what it gets
-lies in the file, so that direct reads need no copy.
+lies in the file, so that direct reads need no copy; small targets lie side by side as in the file.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import torch
 
 from umem.checkpoint.offload import OffloadFile
 from umem.planning.plan import LoadPlan
 from umem.planning.targets import DISK, Target
-from umem.planning.writes import Route
+from umem.planning.views import View
+from umem.planning.writes import Group, Route
+from umem.strategies.arenas import Tenant, arenas_of
 from umem.strategies.mapped import MappedShards
 from umem.strategies.registry import is_block_route
 from umem.strategies.storage import (
     Destination,
     allocate,
+    allocate_arena,
     destination_of,
     discard,
     has_own_pages,
     huge_pages_pay,
     in_file,
+    shares_pages,
 )
 
 __all__ = ["FinalStorage"]
@@ -64,13 +68,20 @@ class FinalStorage:
         self.huge_pages = huge_pages_pay(sum(target.nbytes for target in fresh if target.device == "cpu"))
         residues = self._residues()
         self._fresh.update(target.name for target in fresh)
+        small = {target.name for target in fresh if shares_pages(target)}
         for target in fresh:
+            if target.name in small:
+                continue
             before_each()
             if target.device == DISK:
                 self.destinations[target.name] = self._on_disk(target)
             else:
                 tensor = allocate(target, huge_pages=self.huge_pages, residue=residues.get(target.name, 0))
                 self.destinations[target.name] = destination_of(target, tensor)
+        for arena in arenas_of(self._tenants(small), self._alignments):
+            before_each()
+            for destination in allocate_arena(arena, huge_pages=self.huge_pages):
+                self.destinations[destination.target.name] = destination
         self.destinations.update({destination.target.name: destination for destination in self._mapped()})
         self.destinations.update({name: destination_of(plan.targets[name], tensor) for name, tensor in live.items()})
 
@@ -82,13 +93,24 @@ class FinalStorage:
 
     def discard(self) -> None:
         """Give back what new memory holds now, while others may still refer to it."""
-        for destination in self.destinations.values():
-            if destination.target.name in self._fresh and has_own_pages(destination.target):
-                discard(destination.tensor)
+        spans = (self.destinations[name].span for name in self._fresh if name in self.destinations)
+        for memory in {id(span.memory): span.memory for span in spans if span is not None}.values():
+            discard(memory)
 
     def let_go(self) -> None:
         """Refer to nothing any more; a kept traceback must not keep the model's memory."""
         self.destinations.clear()
+
+    def _tenants(self, names: Collection[str]) -> Iterator[Tenant]:
+        """The targets of these names in the order of the file, by what fills each first."""
+        seen: set[str] = set()
+        for group in self._plan.groups:
+            for name in group.targets:
+                target = self._plan.targets[name]
+                if target.name in names and target.name not in seen:
+                    seen.add(target.name)
+                    entry = group.entries[0]
+                    yield Tenant(target, entry.shard, entry.start if _is_stored_as_used(group, target) else None)
 
     def _on_disk(self, target: Target) -> Destination:
         if self._offload is None:
@@ -121,3 +143,12 @@ class FinalStorage:
                     start = write.entry.start - write.destination.offset * write.entry.dtype.itemsize
                     votes.setdefault(target.name, Counter())[start % alignment] += write.entry.nbytes
         return {name: counts.most_common(1)[0][0] for name, counts in votes.items()}
+
+
+def _is_stored_as_used(group: Group, target: Target) -> bool:
+    """Whether all bytes of a target lie in the file, in one piece and aligned."""
+    if group.route is not Route.DIRECT or len(group.writes) != 1:
+        return False
+    write = group.writes[0]
+    is_whole = write.destination == View.whole(target.shape) and write.source.runs_row_major()
+    return is_whole and write.entry.start % target.dtype.itemsize == 0

@@ -79,7 +79,7 @@ class FileReading:
         if not blocks:
             return None
         shape = shape._replace(slots=min(shape.slots, len(blocks)), workers=min(shape.workers, len(blocks)))
-        delivery = self._delivery(groups, destinations)
+        delivery = self._delivery(destinations)
         with (
             self._eviction(blocks) as evictions,
             open_copier(
@@ -92,12 +92,11 @@ class FileReading:
             self._wait_for([Worker(job, feeder) for _ in range(count)], feeder, window)
             return copier
 
-    def _delivery(self, groups: Sequence[Group], destinations: Mapping[str, Destination]) -> Delivery:
+    def _delivery(self, destinations: Mapping[str, Destination]) -> Delivery:
         def destination_of(write: Write) -> Destination:
             return destinations.get(write.target) or destinations[self._plan.targets[write.target].name]
 
-        routes = {write.entry.name: group.route for group in groups for write in group.writes}
-        return Delivery(destination_of, routes, self.factors)
+        return Delivery(destination_of, self.factors)
 
     def _job(
         self,

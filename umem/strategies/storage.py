@@ -1,7 +1,7 @@
 """Final storage: where a target's elements will live, allocated without being written and freed when its tensor dies.
 
 On the processor large targets get pages of their own (anonymous memory), so that each is returned to the system by
-itself; small ones come from torch's allocator. Devices get torch's memory; on disk it is a part of a mapped file.
+itself, and small ones share pages (`arenas`). Devices get torch's memory; on disk it is a part of a mapped file.
 """
 
 from __future__ import annotations
@@ -10,25 +10,31 @@ import ctypes
 import functools
 import mmap
 import time
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 
 from umem._types import DType
 from umem.checkpoint.pages import give_back
+from umem.checkpoint.readers.base import address_of
 from umem.planning.targets import Target
 from umem.planning.views import Pairing, View, carried, contiguous_strides
 from umem.probes.memory import free_in_blocks_of, is_virtual_machine
+from umem.strategies.arenas import Arena
 
 __all__ = [
     "Destination",
+    "Span",
     "allocate",
+    "allocate_arena",
     "destination_of",
     "discard",
     "has_own_pages",
     "huge_pages_pay",
     "in_file",
     "raw_dtype",
+    "shares_pages",
     "torch_dtype",
 ]
 
@@ -53,6 +59,27 @@ def raw_dtype(itemsize: int) -> torch.dtype:
     return _RAW[itemsize]
 
 
+class Span(NamedTuple):
+    """Bytes [start, end) of memory that the processor can write."""
+
+    memory: memoryview
+    start: int
+    end: int
+
+    @property
+    def bytes(self) -> memoryview:
+        """The bytes themselves."""
+        return self.memory[self.start : self.end]
+
+    def part(self, start: int, end: int) -> Span:
+        """Bytes [start, end) of it."""
+        return Span(self.memory, self.start + start, self.start + end)
+
+    def meets(self, following: Span) -> bool:
+        """Whether `following` begins where it ends."""
+        return self.end == following.start and self.memory is following.memory
+
+
 class Destination(NamedTuple):
     """A target's storage during a load.
 
@@ -62,13 +89,13 @@ class Destination(NamedTuple):
         What it is for.
     tensor
         The storage, without gradient history.
-    memory
+    span
         Its bytes, where the processor can write them and they lie in row-major order; else None.
     """
 
     target: Target
     tensor: torch.Tensor
-    memory: memoryview | None
+    span: Span | None
 
     @property
     def storage_view(self) -> View:
@@ -98,11 +125,23 @@ def allocate(target: Target, *, huge_pages: bool | None, residue: int = 0) -> to
         Bytes by which the first element lies off the start of a page, where the storage has pages of its own: memory
         that is congruent to its place in the file can be read into without a copy.
     """
-    dtype = torch_dtype(target.dtype)
     if not has_own_pages(target):
-        return torch.empty(target.shape, dtype=dtype, device=target.device)
-    pages = _pages(target.nbytes + residue, huge=huge_pages)
-    return torch.frombuffer(pages, dtype=dtype, count=target.items, offset=residue).view(target.shape)
+        return torch.empty(target.shape, dtype=torch_dtype(target.dtype), device=target.device)
+    return _tensor(_pages(target.nbytes + residue, huge=huge_pages), target, residue)
+
+
+def allocate_arena(arena: Arena, *, huge_pages: bool | None) -> Iterator[Destination]:
+    """Uninitialised storage for the targets of an arena; none is empty. Arguments as for `allocate`."""
+    pages = _pages(arena.nbytes, huge=huge_pages)
+    memory = memoryview(pages)
+    for target, start in arena.places:
+        yield Destination(target, _tensor(pages, target, start), Span(memory, start, start + target.nbytes))
+
+
+def _tensor(pages: mmap.mmap, target: Target, start: int) -> torch.Tensor:
+    """The target's tensor from byte `start` of pages, which live as long as it does."""
+    dtype = torch_dtype(target.dtype)
+    return torch.frombuffer(pages, dtype=dtype, count=target.items, offset=start).view(target.shape)
 
 
 def has_own_pages(target: Target) -> bool:
@@ -110,12 +149,17 @@ def has_own_pages(target: Target) -> bool:
     return target.device == "cpu" and target.nbytes >= _OWN_PAGES_BYTES
 
 
-def discard(tensor: torch.Tensor) -> None:
-    """Give back the memory of a tensor that `allocate` gave pages of its own, also while others still write to it.
+def shares_pages(target: Target) -> bool:
+    """Whether the target belongs into an arena."""
+    return target.device == "cpu" and 0 < target.nbytes < _OWN_PAGES_BYTES
+
+
+def discard(memory: memoryview) -> None:
+    """Give back the pages of a destination's memory that was allocated here, also while others still write to it.
 
     What was in it is lost; writing goes on into fresh pages. Nothing where the system has no such call.
     """
-    give_back(tensor.data_ptr(), tensor.nbytes)
+    give_back(address_of(memory), memory.nbytes)
 
 
 def destination_of(target: Target, tensor: torch.Tensor) -> Destination:
@@ -124,7 +168,8 @@ def destination_of(target: Target, tensor: torch.Tensor) -> Destination:
     if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.numel() == 0:
         return Destination(target, tensor, None)
     count = tensor.numel() * tensor.element_size()
-    return Destination(target, tensor, memoryview((ctypes.c_char * count).from_address(tensor.data_ptr())).cast("B"))
+    memory = memoryview((ctypes.c_char * count).from_address(tensor.data_ptr())).cast("B")
+    return Destination(target, tensor, Span(memory, 0, count))
 
 
 def in_file(target: Target, memory: mmap.mmap, start: int) -> Destination:
@@ -133,11 +178,10 @@ def in_file(target: Target, memory: mmap.mmap, start: int) -> Destination:
     Readers do not read into it, since a file that is read past the page cache cannot be read into another's pages
     everywhere: what goes there is staged.
     """
-    dtype, target = torch_dtype(target.dtype), target._replace(device="cpu")
+    target = target._replace(device="cpu")
     if not target.nbytes:
-        return Destination(target, torch.empty(target.shape, dtype=dtype), None)
-    items = torch.frombuffer(memory, dtype=dtype, count=target.items, offset=start)
-    return Destination(target, items.view(target.shape), None)
+        return Destination(target, torch.empty(target.shape, dtype=torch_dtype(target.dtype)), None)
+    return Destination(target, _tensor(memory, target, start), None)
 
 
 def huge_pages_pay(total_bytes: int) -> bool | None:

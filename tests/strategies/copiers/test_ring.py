@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.strategies.copiers.late_device import LateDevice
 from tests.strategies.copiers.models import KIND, FakeMachine, make_model
 from tests.strategies.loads import MIB
-from umem.planning import Route, Write
+from umem.planning import Write
 from umem.strategies.blocks import blocks_of
 from umem.strategies.copiers.ring import open_ring, ring_shape
 from umem.strategies.delivery import Delivery
@@ -57,7 +57,7 @@ def test_a_block_is_one_buffer_that_lies_congruent_to_the_file(tmp_path: Path, a
     def find(write: Write) -> Destination:
         return destinations[write.target]
 
-    delivery = Delivery(find, dict.fromkeys(model.checkpoint.entries, Route.DIRECT), {})
+    delivery = Delivery(find, {})
     shape = ring_shape(window_bytes=MIB, block_bytes=200_000, threads=1, devices=1, reads_hold_copies=False)
     alignments = [alignment] * len(model.checkpoint.shards)
     window = Window(MIB)

@@ -10,6 +10,7 @@ cores: 3.2 s for a gigabyte of FP8, against 2.0 s by one).
 
 from __future__ import annotations
 
+import functools
 import mmap
 from collections.abc import Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
@@ -19,7 +20,7 @@ import torch
 from umem.strategies.blocks import GAP_BYTES, Block, Part
 from umem.strategies.delivery import Delivery
 from umem.strategies.scaling import PRODUCT_BYTES
-from umem.strategies.storage import torch_dtype
+from umem.strategies.storage import Span, torch_dtype
 from umem.strategies.tiles import TILE_BYTES
 
 __all__ = ["PlainCarrier", "PlainCopier"]
@@ -62,31 +63,33 @@ class PlainCarrier:
     ) -> None:
         self._delivery, self._alignments, self._block_bytes = delivery, alignments, block_bytes
         self._calculator = calculator
-        self._staging: mmap.mmap | None = None
-        self._staged: list[tuple[Part, memoryview]] = []
+        self._staged: list[tuple[Part, Span]] = []
         self._gap = memoryview(bytearray(GAP_BYTES))
 
     def place(self, block: Block) -> list[memoryview]:
         """Straight to final storage, to staging, or (gaps) nowhere."""
-        buffers: list[memoryview] = []
+        spans: list[Span] = []
         self._staged = []
         position, used = block.start, 0
         for part in block.parts:
             if part.start > position:
-                buffers.append(self._gap[: part.start - position])
-            buffer = self._delivery.memory(part)
-            if buffer is None:
+                spans.append(Span(self._gap, 0, part.start - position))
+            span = self._delivery.span(part)
+            if span is None:
                 alignment = self._alignments[block.shard]
                 if alignment > 1 and part.end - part.start >= alignment:
                     used += (part.start - used) % alignment  # congruent, so that it is read without a copy
                 else:
                     used += -used % part.writes[0].entry.dtype.itemsize
-                buffer = self._room(used, part.end - part.start)
-                used += part.end - part.start
-                self._staged.append((part, buffer))
-            buffers.append(buffer)
+                span = Span(self._room, used, used + part.end - part.start)
+                used = span.end
+                self._staged.append((part, span))
+            if spans and spans[-1].meets(span):
+                spans[-1] = spans[-1]._replace(end=span.end)
+            else:
+                spans.append(span)
             position = part.end
-        return buffers
+        return [span.bytes for span in spans]
 
     def deliver(self, block: Block) -> None:  # noqa: ARG002 - what was staged of it is known
         """Deliver what was staged."""
@@ -97,12 +100,11 @@ class PlainCarrier:
 
     @torch.no_grad()
     def _deliver_staged(self) -> None:
-        for part, buffer in self._staged:
-            items = torch.frombuffer(buffer, dtype=torch_dtype(part.writes[0].entry.dtype))
+        for part, span in self._staged:
+            items = torch.frombuffer(span.bytes, dtype=torch_dtype(part.writes[0].entry.dtype))
             self._delivery.deliver(part, items, part.writes)
 
-    def _room(self, start: int, count: int) -> memoryview:
-        if self._staging is None:
-            room = 2 * self._block_bytes  # aligning items less than doubles what is staged
-            self._staging = mmap.mmap(-1, room, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        return memoryview(self._staging)[start : start + count]
+    @functools.cached_property
+    def _room(self) -> memoryview:
+        """The staging buffer; aligning items less than doubles what is staged."""
+        return memoryview(mmap.mmap(-1, 2 * self._block_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))

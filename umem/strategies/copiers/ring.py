@@ -222,7 +222,8 @@ class RingCopier:
 
     def memory(self, part: Part) -> memoryview | None:
         """The processor's memory that the part fills unchanged, if that is all it does."""
-        return self.delivery.memory(part) if self.writes_here(part) else None
+        span = self.delivery.span(part) if self.writes_here(part) else None
+        return None if span is None else span.bytes
 
 
 class RingCarrier:

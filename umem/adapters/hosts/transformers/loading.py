@@ -43,7 +43,7 @@ class TransformersLoad:
 
     def plan(self, model: Any, load_config: Any) -> LoadPlan:
         """The plan for `model`, which is on the meta device."""
-        with self._session.planning():
+        with self._session.phase("plan"):
             self._compiled, plan = self._planned(model, load_config, self._placement)
             return plan
 
