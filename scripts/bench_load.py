@@ -16,6 +16,7 @@ For example
   python scripts/bench_load.py moe --smallest-memory --only umem,transformers
   UMEM_RESERVE=0 UMEM_WINDOW=16MiB python scripts/bench_load.py moe --smallest-memory --only umem-load
   python scripts/bench_load.py --sweep sizes sweep-directory              # 64 MiB to 64 KiB tensors, 1 GiB each
+  python scripts/bench_load.py --sweep sizes sweep-directory --only umem,safetensors,runai
 """
 
 from __future__ import annotations
@@ -379,7 +380,7 @@ def check_checkpoints(parser: argparse.ArgumentParser, checkpoints: Sequence[Pat
 
 def run_command(parser: argparse.ArgumentParser, options: argparse.Namespace) -> tuple[dict[str, Any], str]:
     """The result and its page."""
-    loaders = chosen_loaders(parser, options.only)
+    loaders = chosen_loaders(parser, options.only or ("umem" if options.sweep else None))
     paths: list[Path] = [path.resolve() for path in options.paths]
     if options.sweep:
         if len(paths) != 1:
@@ -387,7 +388,7 @@ def run_command(parser: argparse.ArgumentParser, options: argparse.Namespace) ->
         from sweeps import SWEEPS  # imports torch, which plain reads have no use for
 
         paths = SWEEPS[options.sweep](paths[0], options.total)
-        loaders = [loader for loader in LOADERS if loader.name == "umem-load-into"]
+        loaders = [loader for loader in loaders if loader.end_state == "tensors"]
     check_checkpoints(parser, paths)
     if options.smallest_memory:
         result = search_smallest(paths, loaders, options.rounds, options.converted)
@@ -425,7 +426,9 @@ def main() -> int:
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--smallest-memory", action="store_true", help="search the smallest cgroup that a load fits")
     mode.add_argument(
-        "--sweep", choices=("sizes", "shards"), help="umem against plain reads over sizes of tensors or shards"
+        "--sweep",
+        choices=("sizes", "shards"),
+        help="umem (and who else is named by --only) against plain reads over sizes of tensors or shards",
     )
     parser.add_argument("--total", type=parse_bytes, default="1GiB", help="the size of each checkpoint of a sweep")
     parser.add_argument("--converted", type=Path, help="where files of peers' own formats go (default: beside)")
