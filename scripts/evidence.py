@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import bench_load
-from load_tables import table
+from load_tables import number, table
 from loaders import LOADERS
 from sample_checkpoint import QUANTIZATION, layers_of_size, write_sample
 
@@ -155,22 +155,18 @@ def is_equal(evidence: Mapping[str, Any]) -> bool:
     return all((found.get("ttff") or found["stored"])["equal"] for found in evidence["cases"])
 
 
-def _number(name: str, form: str, unit: float = 1) -> Any:
-    return lambda row: "" if row[name] is None else format(row[name] / unit, form)
-
-
 COLUMNS = (
     ("case", lambda row: row["case"]),
     ("cache", lambda row: row["cache"]),
     ("loader", lambda row: row["loader"]),
-    ("first forward s", _number("first_forward_s", ".2f")),
+    ("first forward s", number("first_forward_s", ".2f")),
     ("(range)", lambda row: f"{row['fastest_s']:.2f}-{row['slowest_s']:.2f}"),
-    ("to umem", _number("to_umem", ".2f")),
-    ("load s", _number("load_s", ".2f")),
-    ("load to umem", _number("load_to_umem", ".2f")),
-    ("peak MiB", _number("peak_bytes", ".0f", 1 << 20)),
-    ("peak/model", _number("peak_to_model", ".2f")),
-    ("runs", _number("runs", ".0f")),
+    ("to umem", number("to_umem", ".2f")),
+    ("load s", number("load_s", ".2f")),
+    ("load to umem", number("load_to_umem", ".2f")),
+    ("peak MiB", number("peak_bytes", ".0f", 1 << 20)),
+    ("peak/model", number("peak_to_model", ".2f")),
+    ("runs", number("runs", ".0f")),
 )
 
 

@@ -115,37 +115,38 @@ def median_or_none(values: Iterable[float]) -> float | None:
 _Column = tuple[str, Callable[[Row], str]]
 
 
-def _number(name: str, form: str, unit: float = 1) -> Callable[[Row], str]:
+def number(name: str, form: str, unit: float = 1) -> Callable[[Row], str]:
+    """A cell of a table: `row[name]` in that unit and form, empty where there is none."""
     return lambda row: "" if row.get(name) is None else format(row[name] / unit, form)
 
 
 _COLUMNS: tuple[_Column, ...] = (
     ("cache", lambda row: row["cache"]),
     ("loader", lambda row: row["loader"]),
-    ("s", _number("load_s", ".2f")),
+    ("s", number("load_s", ".2f")),
     ("(range)", lambda row: f"{row['fastest_s']:.2f}-{row['slowest_s']:.2f}"),
-    ("GiB/s", _number("gib_per_s", ".2f")),
-    ("to raw", _number("to_raw", ".2f")),
-    ("to umem", _number("to_umem", ".2f")),
-    ("peak MiB", _number("peak_bytes", ".0f", _MIB)),
-    ("peak/size", _number("peak_to_size", ".2f")),
-    ("cached after MiB", _number("cached_after_bytes", ".0f", _MIB)),
-    ("major faults", _number("major_faults", ".0f")),
-    ("minor faults", _number("minor_faults", ".0f")),
-    ("CPU s", _number("cpu_s", ".2f")),
-    ("others' CPU s", _number("others_cpu_s", ".2f")),
-    ("runs", _number("runs", ".0f")),
+    ("GiB/s", number("gib_per_s", ".2f")),
+    ("to raw", number("to_raw", ".2f")),
+    ("to umem", number("to_umem", ".2f")),
+    ("peak MiB", number("peak_bytes", ".0f", _MIB)),
+    ("peak/size", number("peak_to_size", ".2f")),
+    ("cached after MiB", number("cached_after_bytes", ".0f", _MIB)),
+    ("major faults", number("major_faults", ".0f")),
+    ("minor faults", number("minor_faults", ".0f")),
+    ("CPU s", number("cpu_s", ".2f")),
+    ("others' CPU s", number("others_cpu_s", ".2f")),
+    ("runs", number("runs", ".0f")),
 )
 _SMALLEST_COLUMNS: tuple[_Column, ...] = (
     ("checkpoint", lambda row: row["checkpoint"]),
     ("loader", lambda row: row["loader"]),
-    ("smallest limit MiB", _number("limit_bytes", ".0f", _MIB)),
-    ("before the load MiB", _number("base_bytes", ".0f", _MIB)),
-    ("beyond that MiB", _number("beyond_base_bytes", ".0f", _MIB)),
-    ("beyond/size", _number("beyond_to_size", ".2f")),
-    ("s at the limit", _number("limited_s", ".2f")),
-    ("s without", _number("unlimited_s", ".2f")),
-    ("ratio", _number("to_unlimited", ".2f")),
+    ("smallest limit MiB", number("limit_bytes", ".0f", _MIB)),
+    ("before the load MiB", number("base_bytes", ".0f", _MIB)),
+    ("beyond that MiB", number("beyond_base_bytes", ".0f", _MIB)),
+    ("beyond/size", number("beyond_to_size", ".2f")),
+    ("s at the limit", number("limited_s", ".2f")),
+    ("s without", number("unlimited_s", ".2f")),
+    ("ratio", number("to_unlimited", ".2f")),
     ("just below", lambda row: row["failure_below"].replace("|", "/")[:120]),
 )
 _END_STATES = {
@@ -178,7 +179,7 @@ def smallest_markdown(result: Mapping[str, Any]) -> str:
     """The result of a search for the smallest memory as a page."""
     lines = ["# Smallest memory to load in", "", f"{_machine(result)}.", ""]
     lines += [
-        "The smallest memory cgroup (no swap, to 16 MiB) in which a cold load finishes, interpreter and page cache",
+        "The smallest memory cgroup (no swap, to 4 MiB) in which a cold load finishes, interpreter and page cache",
         "included; the same less what was in use before the load; and seconds there against those without a limit.",
         f"Medians of {result['rounds']} runs.",
         "",

@@ -47,8 +47,8 @@ class RawRead(NamedTuple):
 CONFIGURATIONS = tuple(
     RawRead(direct, threads, block * MIB)
     for direct in (False, True)
-    for threads in (1, 2, 4)
-    for block in (1, 4, 8, 16)
+    for threads in ((1, 2, 4, 8, 16) if direct else (1, 2, 4))
+    for block in ((2, 4) if threads > 4 else (1, 4, 8, 16))
 )
 
 

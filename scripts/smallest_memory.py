@@ -13,7 +13,7 @@ from typing import Any
 from umem.errors import RunFailedError
 from umem.measurement.fresh import Facts
 
-STEP_BYTES = 16 << 20
+STEP_BYTES = 4 << 20
 _TIMES_AS_LONG, _AT_LEAST_S = 20, 60.0
 _MOST_RAISES = 8
 
@@ -45,7 +45,7 @@ class _Search:
 
 
 def smallest_memory(run: LimitedRun, model_bytes: int, repeats: int) -> dict[str, Any]:
-    """The smallest limit, to 16 MiB, at which `repeats` runs in a row finish, and their seconds against unlimited runs.
+    """The smallest limit, to 4 MiB, at which `repeats` runs in a row finish, and their seconds against unlimited runs.
 
     `model_bytes` is what the result takes, which no limit can be below.
     """

@@ -27,6 +27,7 @@ from safetensors.torch import load_file
 
 from tests.limits import MemoryGroup, memory_group
 from tests.writers import Holder, random_tensor, write_safetensors
+from umem.checkpoint.readers import Pace
 
 __all__ = ["Disaster", "Drill", "Outcome", "drill_of", "drills", "failures_of", "prepare", "run_drill"]
 
@@ -280,7 +281,7 @@ class _SlowReader:
 
     name = "slow"
     holds_copy = True
-    usual_threads = 2
+    pace = Pace(2, MIB)
 
     def __init__(self, bytes_per_s: float) -> None:
         from umem.checkpoint.readers import READERS

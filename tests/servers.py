@@ -26,8 +26,8 @@ class Fault:
 
     Attributes
     ----------
-    status
-        Instead of the file, this status.
+    status, retry_after
+        Instead of the file, this status, and when to ask again.
     cut
         Only so much of the body, then the connection is reset.
     silent_s
@@ -39,6 +39,7 @@ class Fault:
     """
 
     status: int | None = None
+    retry_after: str | None = None
     cut: float | None = None
     silent_s: float = 0.0
     times: int | None = 1
@@ -150,7 +151,8 @@ class _Handler(BaseHTTPRequestHandler):
             state.requests.append((urlsplit(self.path).path, first, last))
         fault = state.next_fault(first)
         if fault is not None and fault.status is not None:
-            self._reply(fault.status, {}, b"broken")
+            headers = {} if fault.retry_after is None else {"Retry-After": fault.retry_after}
+            self._reply(fault.status, headers, b"broken")
         elif first >= size:
             self._reply(416, {**tag, "Content-Range": f"bytes */{size}"}, b"")
         else:

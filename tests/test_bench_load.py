@@ -142,7 +142,7 @@ def test_a_run_that_did_not_begin_as_wanted_is_rejected(checkpoints: list[Path],
 
 
 @pytest.mark.parametrize("needed_mib", [200, 208, 330, 700])
-def test_the_smallest_memory_is_found_to_16_mib(needed_mib: int) -> None:
+def test_the_smallest_memory_is_found_to_a_step(needed_mib: int) -> None:
     def run(limit_bytes: int | None, timeout_s: float | None) -> dict[str, Any]:
         if limit_bytes is not None and limit_bytes < needed_mib * MIB:
             raise RunFailedError(f"needs {needed_mib} MiB")

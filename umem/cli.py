@@ -264,8 +264,7 @@ def _config(
 ) -> LoadConfig:
     config = config_from_environment().with_changes(reader=reader, residency=residency, guard=guard)
     if window is not None:
-        wanted = parse_bytes(window)
-        config = replace(config, window_bytes=wanted, block_bytes=min(config.block_bytes, max(1, wanted // 8)))
+        config = replace(config, window_bytes=parse_bytes(window))
     if memory_budget is not None:
         config = replace(config, memory_budget_bytes=parse_bytes(memory_budget))
     if wait_for_memory is not None:
@@ -276,7 +275,7 @@ def _config(
 def _changed_settings(config: LoadConfig) -> dict[str, Any]:
     """What options changed of the environment's settings, for a process that has the same environment."""
     base = config_from_environment()
-    names = ("window_bytes", "block_bytes", "memory_budget_bytes", "reader")
+    names = ("window_bytes", "memory_budget_bytes", "reader")
     return {name: getattr(config, name) for name in names if getattr(config, name) != getattr(base, name)}
 
 

@@ -116,10 +116,11 @@ class LoadConfig:
     window_bytes
         The cap on everything live that is not final storage: staging, scratch, reads in flight.
     block_bytes
-        The size of one read.
+        The size of one read. None: 2 MiB past the page cache, 8 MiB through it and for URLs, an eighth of the window at
+        most.
     io_threads
-        Threads that read and scatter, no more than the window has room for. None: two to four, by the reader and the
-        number of cores; sixteen for URLs.
+        Threads that read and scatter, no more than the window has room for. None: two to four that copy out of the page
+        cache, by the number of cores; sixteen that wait for a drive or a server.
     memory_budget_bytes
         What the load may take where the model goes: on shared memory and on the processor model and window together,
         on a device with memory of its own the device's. None: what the machine has available.
@@ -142,7 +143,7 @@ class LoadConfig:
     """
 
     window_bytes: int = 64 * MIB
-    block_bytes: int = 8 * MIB
+    block_bytes: int | None = None
     io_threads: int | None = None
     memory_budget_bytes: int | None = None
     reserve_bytes: int | None = None
@@ -157,7 +158,7 @@ class LoadConfig:
         if self.window_bytes < SMALLEST_WINDOW_BYTES:
             smallest = format_bytes(SMALLEST_WINDOW_BYTES)
             raise ConfigError(f"window_bytes={self.window_bytes}: the window needs at least {smallest}")
-        if not 64 * 1024 <= self.block_bytes <= self.window_bytes // 2:
+        if self.block_bytes is not None and not 64 * 1024 <= self.block_bytes <= self.window_bytes // 2:
             raise ConfigError(f"block_bytes={self.block_bytes}: a block has 64 KiB at least and half a window at most")
         if self.io_threads is not None and not 1 <= self.io_threads <= 64:
             raise ConfigError(f"io_threads={self.io_threads}: between 1 and 64")
@@ -171,6 +172,11 @@ class LoadConfig:
             raise ConfigError(f"residency={self.residency!r}: {' or '.join(Residency)}")
         if not 0 < self.sample_interval_s <= 0.1:
             raise ConfigError(f"sample_interval_s={self.sample_interval_s}: above 0 and no more than 0.1")
+
+    @property
+    def largest_block_bytes(self) -> int:
+        """The most that one read may have, whatever the reader."""
+        return self.block_bytes or self.window_bytes // 8
 
     def with_changes(self, **changes: Any) -> LoadConfig:
         """A copy with some fields replaced; fields given as None keep their value."""

@@ -223,7 +223,7 @@ class LoadSession:
         monitor = self._watch
         execution = Execution(
             window_bytes=load_plan.forecast.window_bytes,
-            block_bytes=self.config.block_bytes,
+            block_bytes=self.config.block_bytes or self._usual_block_bytes(),
             readers=self._readers.readers,
             threads=self.config.io_threads,
             cache_policy=admission.machine.reading.page_cache,
@@ -252,6 +252,10 @@ class LoadSession:
         self._outcome = outcome
         self._split_run_phase(outcome.seconds)
         return outcome.tensors
+
+    def _usual_block_bytes(self) -> int:
+        """What all readers read well, where the window has room for several."""
+        return min([self.config.largest_block_bytes, *(reader.pace.block_bytes for reader in self._readers.readers)])
 
     @property
     def _watch(self) -> Monitor:

@@ -15,7 +15,8 @@ import pytest
 from tests.checkpoint.places import Place, place_of
 from umem.checkpoint.entries import Shard
 from umem.checkpoint.pagecache import cached_bytes_of_files, evict
-from umem.checkpoint.readers import READERS, Reader, choose_readers
+from umem.checkpoint.readers import READERS, Reader, choose_readers, odirect
+from umem.checkpoint.readers.base import address_of
 from umem.checkpoint.urls import shown
 from umem.errors import ChangedFileError, ConfigError, ReadError, TruncatedFileError
 
@@ -194,11 +195,47 @@ def test_congruent_memory_is_read_without_a_copy(shard: Shard, monkeypatch: pyte
         pytest.skip(str(reader.why_not(shard)))
     copied = []
     monkeypatch.setattr("umem.checkpoint.readers.odirect.move_bytes", lambda into, _from: copied.append(into.nbytes))
-    alignment = reader.alignment(shard)
-    pages = mmap.mmap(-1, SIZE + alignment)
+    pages = mmap.mmap(-1, SIZE + 4096)
     with reader.open(shard, SIZE) as handle:
         handle.fill(100, [memoryview(pages)[100:200_100]])
-    assert sum(copied) < 2 * alignment
+    assert sum(copied) < 2 * 4096
+
+
+@pytest.mark.parametrize(("address", "offset"), [(4, 512), (1, 512), (512, 4096), (4096, 512), (64, 4096)])
+def test_addresses_need_not_be_as_aligned_as_offsets(
+    shard: Shard, monkeypatch: pytest.MonkeyPatch, address: int, offset: int
+) -> None:
+    """Drives that want less of addresses than of offsets read tensors of any header's length in place."""
+    wanted = odirect._Alignments(address, max(address, offset))
+    real, copied = os.preadv, []
+
+    def checked(descriptor: int, vectors: list[memoryview], position: int) -> int:
+        assert position % offset == 0
+        for vector in vectors:
+            assert address_of(vector) % address == 0
+            assert vector.nbytes % offset == 0
+        return real(descriptor, vectors, position)
+
+    def counted(into: memoryview, source: memoryview) -> None:
+        copied.append(into.nbytes)
+        into[:] = source
+
+    monkeypatch.setattr(odirect, "_FLAG", 0)
+    monkeypatch.setattr(odirect, "_alignments", lambda _descriptor: wanted)
+    monkeypatch.setattr(odirect, "move_bytes", counted)
+    monkeypatch.setattr(os, "preadv", checked)
+    reader = READERS["odirect"]
+    congruence = reader.alignment(shard)
+    assert congruence == max(8, address)
+    content = Path(shard.path).read_bytes()
+    pages = mmap.mmap(-1, SIZE + 8192)
+    for start in (1000, 1008, 5000):
+        at = start % 4096 + congruence
+        with reader.open(shard, SIZE) as handle:
+            handle.fill(start, [memoryview(pages)[at : at + 200_000]])
+        assert pages[at : at + 200_000] == content[start : start + 200_000]
+        assert sum(copied) < 2 * wanted.offset
+        copied.clear()
 
 
 @pytest.mark.parametrize(

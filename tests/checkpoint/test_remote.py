@@ -6,6 +6,8 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
 from pathlib import Path
 
 import pytest
@@ -193,6 +195,29 @@ def test_faults_that_pass(tmp_path: Path, server: FileServer, fault: Fault) -> N
     server.fault = fault
     assert read(f"{server.url}/model.safetensors") == STORED
     assert fault.times == 0
+
+
+@pytest.mark.parametrize(
+    ("retry_after", "at_least_s", "at_most_s"),
+    [("7", 7, 7), ("9999", 60, 60), ("0", 0, 1), ("soon", 0, 1), ("a date in 20 s", 10, 20)],
+)
+def test_a_server_that_says_when_is_left_alone_until_then(
+    tmp_path: Path,
+    server: FileServer,
+    monkeypatch: pytest.MonkeyPatch,
+    retry_after: str,
+    at_least_s: float,
+    at_most_s: float,
+) -> None:
+    write_safetensors(tmp_path / "model.safetensors", X)
+    if retry_after.startswith("a date"):
+        retry_after = format_datetime(datetime.now(UTC) + timedelta(seconds=20), usegmt=True)
+    pauses: list[float] = []
+    monkeypatch.setattr(requests.Requests, "pause", lambda _self, seconds: pauses.append(seconds))
+    server.fault = Fault(status=429, retry_after=retry_after)
+    assert read(f"{server.url}/model.safetensors") == STORED
+    (pause_s,) = pauses
+    assert at_least_s <= pause_s <= at_most_s
 
 
 def test_what_came_is_not_asked_for_again(tmp_path: Path, server: FileServer) -> None:

@@ -20,7 +20,7 @@ from umem.adapters.layout import stored
 from umem.checkpoint import Checkpoint, open_checkpoint
 from umem.checkpoint.entries import Shard
 from umem.checkpoint.pagecache import CachePolicy, cached_bytes_of_files, cached_ranges, evict
-from umem.checkpoint.readers import READERS, ReadHandle
+from umem.checkpoint.readers import READERS, Pace, ReadHandle
 from umem.errors import ReadError, TruncatedFileError
 from umem.planning import LoadPlan
 from umem.strategies import Outcome, Progress, execute
@@ -44,7 +44,7 @@ class Failing:
 
     name = "failing"
     holds_copy = False
-    usual_threads = 2
+    pace = Pace(2, MIB)
 
     def __init__(self, from_byte: int, error: BaseException) -> None:
         self.from_byte, self.error = from_byte, error

@@ -22,7 +22,7 @@ from umem._types import DType
 from umem.checkpoint import Checkpoint, open_checkpoint
 from umem.checkpoint.entries import Shard
 from umem.checkpoint.pagecache import cached_bytes_of_files
-from umem.checkpoint.readers import READERS, ReadHandle
+from umem.checkpoint.readers import READERS, Pace, ReadHandle
 from umem.planning import Conversion, Target
 from umem.probes import Level, LoadStoppedError
 from umem.strategies.relief import Relief
@@ -46,7 +46,7 @@ class Recording:
 
     name = "recording"
     holds_copy = False
-    usual_threads = 4
+    pace = Pace(4, MIB)
 
     def __init__(self, before_read: Any = lambda number: None) -> None:
         self.before_read = before_read

@@ -103,7 +103,7 @@ class Execution:
     @property
     def wanted_threads(self) -> int:
         """How many threads should read, window permitting."""
-        return self.threads or max((reader.usual_threads for reader in self.readers), default=1)
+        return self.threads or max((reader.pace.threads for reader in self.readers), default=1)
 
     @property
     def copies_in_flight(self) -> int:

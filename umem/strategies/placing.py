@@ -140,7 +140,10 @@ class FinalStorage:
             for write in group.writes:
                 target = self._plan.targets[write.target]
                 if has_own_pages(target) and write.destination.runs_row_major():
-                    start = write.entry.start - write.destination.offset * write.entry.dtype.itemsize
+                    itemsize = write.entry.dtype.itemsize
+                    start = write.entry.start - write.destination.offset * itemsize
+                    if start % itemsize:
+                        continue  # such items would lie across the addresses that processors like
                     votes.setdefault(target.name, Counter())[start % alignment] += write.entry.nbytes
         return {name: counts.most_common(1)[0][0] for name, counts in votes.items()}
 

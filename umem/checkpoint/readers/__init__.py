@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from umem.checkpoint.entries import Shard
 from umem.checkpoint.pagecache import cached_bytes_of_files
-from umem.checkpoint.readers.base import CancellableHandle, Reader, ReadHandle
+from umem.checkpoint.readers.base import CancellableHandle, Pace, Reader, ReadHandle
 from umem.checkpoint.readers.buffered import BufferedReader, DontCacheReader
 from umem.checkpoint.readers.mapped import MappedReader
 from umem.checkpoint.readers.odirect import ODirectReader
@@ -16,7 +16,7 @@ from umem.checkpoint.readers.remote import FsspecReader, HttpReader
 from umem.checkpoint.urls import is_http, protocol_of
 from umem.errors import ConfigError
 
-__all__ = ["READERS", "CancellableHandle", "ReadHandle", "Reader", "ReaderChoice", "choose_readers"]
+__all__ = ["READERS", "CancellableHandle", "Pace", "ReadHandle", "Reader", "ReaderChoice", "choose_readers"]
 
 _LOCAL = (BufferedReader(), DontCacheReader(), MappedReader(), ODirectReader())
 _REMOTE = (HttpReader(), FsspecReader())

@@ -11,17 +11,19 @@ import contextlib
 import ctypes
 import os
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from umem.checkpoint.entries import Shard
+from umem.checkpoint.pages import fault_in
 from umem.errors import CheckpointError, ReadError, TruncatedFileError
 
 __all__ = [
     "BEHIND_URLS",
-    "COPYING_THREADS",
-    "REMOTE_THREADS",
-    "WAITING_THREADS",
+    "COPYING",
+    "DISTANT",
+    "WAITING",
     "CancellableHandle",
+    "Pace",
     "ReadHandle",
     "Reader",
     "address_of",
@@ -35,11 +37,25 @@ __all__ = [
 #: Why a reader of local files cannot read others.
 BEHIND_URLS = "they are behind URLs"
 
-#: Threads of a reader that spends its time copying out of the page cache, of one that waits for a drive, and of one
-#: that waits for replies from afar.
-COPYING_THREADS = min(4, max(2, os.cpu_count() or 2))
-WAITING_THREADS = 4
-REMOTE_THREADS = 16
+
+class Pace(NamedTuple):
+    """How many threads read well, and how many bytes each at a time; fewer of both where the window is small."""
+
+    threads: int
+    block_bytes: int
+
+
+#: Of a reader that spends its time copying out of the page cache: a thread a core, and few of them use up the memory's
+#: bandwidth.
+COPYING = Pace(min(4, max(2, os.cpu_count() or 2)), 8 << 20)
+
+#: Of one that waits for a drive: much in flight in small pieces, so that none waits while another thread copies or has
+#: the interpreter. Measured on two cores, cold, 4 GiB: 1.87 s, against 2.02 s with 4 threads of 8 MiB, and for experts
+#: that are merged 2.16 against 2.39.
+WAITING = Pace(16, 2 << 20)
+
+#: Of one that waits for replies from afar.
+DISTANT = Pace(16, 8 << 20)
 
 #: Below this, giving the lock back costs more than the copy.
 _LOCKED_BYTES = 16 * 1024
@@ -80,13 +96,13 @@ class Reader(Protocol):
         How a user asks for it.
     holds_copy
         Whether a read takes as much room again elsewhere until it ends: in the page cache, or for a reply held whole.
-    usual_threads
-        How many threads read well with it: those that wait for a drive want company, those that copy want a core.
+    pace
+        How it reads well, unless the settings say otherwise.
     """
 
     name: str
     holds_copy: bool
-    usual_threads: int
+    pace: Pace
 
     def open(self, shard: Shard, block_bytes: int) -> contextlib.AbstractContextManager[ReadHandle]:
         """The shard, opened for reads of at most `block_bytes`.
@@ -130,6 +146,7 @@ def move_bytes(destination: memoryview, source: memoryview) -> None:
     if destination.nbytes < _LOCKED_BYTES:
         destination[:] = source
     else:
+        fault_in(address_of(destination), destination.nbytes)
         ctypes.memmove(address_of(destination), address_of(source), destination.nbytes)
 
 

@@ -14,7 +14,7 @@ from umem.checkpoint.entries import Shard
 from umem.checkpoint.pages import fault_in
 from umem.checkpoint.readers.base import (
     BEHIND_URLS,
-    COPYING_THREADS,
+    COPYING,
     address_of,
     ended_early,
     open_shard,
@@ -33,7 +33,7 @@ class BufferedReader:
 
     name = "buffered"
     holds_copy = True
-    usual_threads = COPYING_THREADS
+    pace = COPYING
 
     def open(self, shard: Shard, block_bytes: int) -> contextlib.closing[_Handle]:
         """The shard, opened; its reads may be of any length."""
@@ -55,7 +55,7 @@ class DontCacheReader:
 
     name = "dontcache"
     holds_copy = True
-    usual_threads = COPYING_THREADS
+    pace = COPYING
 
     def open(self, shard: Shard, block_bytes: int) -> contextlib.closing[_Handle]:
         """The shard, opened; its reads may be of any length."""

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 
 from umem.checkpoint.entries import Shard
 from umem.checkpoint.readers.base import (
-    COPYING_THREADS,
+    COPYING,
     ended_early,
     move_bytes,
     open_shard,
@@ -33,7 +33,7 @@ class MappedReader:
 
     name = "mapped"
     holds_copy = True
-    usual_threads = COPYING_THREADS
+    pace = COPYING
 
     def open(self, shard: Shard, block_bytes: int) -> contextlib.closing[_MappedHandle]:
         """The shard, opened; no more than `block_bytes` and a page at each end of it are mapped at a time."""

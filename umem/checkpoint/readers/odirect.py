@@ -3,7 +3,8 @@
 Filling the page cache costs more processor time than anything else in a cold load (2.3 s a GiB on the two-core test
 machine), and leaves the checkpoint in memory twice. One call reads a whole span: aligned insides of congruent buffers
 directly, and what lies between them, heads, tails and small or incongruent tensors, by way of the buffer. Alignment is
-what the file system says (`statx`, Linux 6.1), else 4096; the last span of a file may be short.
+what the file system says (`statx`, Linux 6.1), for offsets and lengths and for addresses, else 4096; most drives want
+no more than 4 bytes of addresses. The last span of a file may be short.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import NamedTuple
 
 from umem.checkpoint.entries import Shard
 from umem.checkpoint.readers.base import (
-    WAITING_THREADS,
+    WAITING,
     address_of,
     ended_early,
     move_bytes,
@@ -30,6 +31,7 @@ __all__ = ["ODirectReader"]
 
 _FLAG = getattr(os, "O_DIRECT", 0)
 _USUAL_ALIGNMENT = 4096
+_LARGEST_ITEM_BYTES = 8
 _STATX_DIOALIGN = 0x2000
 _AT_EMPTY_PATH = 0x1000
 _STATX_BYTES = 256
@@ -47,22 +49,29 @@ class ODirectReader:
 
     name = "odirect"
     holds_copy = False
-    usual_threads = WAITING_THREADS
+    pace = WAITING
 
     def open(self, shard: Shard, block_bytes: int) -> contextlib.closing[_ODirectHandle]:
         """The shard, opened; a read of more than `block_bytes` goes in several spans."""
         return contextlib.closing(_ODirectHandle(shard, block_bytes))
 
     def alignment(self, shard: Shard) -> int:
-        """What the file system wants of addresses and offsets."""
+        """What the file system wants of addresses; items too large for that decide where it is less."""
         with self.open(shard, _USUAL_ALIGNMENT) as handle:
-            return handle.alignment
+            return max(handle.alignments.address, _LARGEST_ITEM_BYTES)
 
     def why_not(self, shard: Shard) -> str | None:
         """Whether a read at the start of the file works: file systems refuse O_DIRECT at open or only then."""
         if not _FLAG and not shard.is_remote:
             return "the system has no O_DIRECT"
         return why_not_at_first_read(self, shard, _USUAL_ALIGNMENT, "the file system refuses O_DIRECT")
+
+
+class _Alignments(NamedTuple):
+    """What direct reads need multiples of, for addresses, and for offsets and lengths, which do for addresses too."""
+
+    address: int
+    offset: int
 
 
 class _Bounced(NamedTuple):
@@ -77,9 +86,10 @@ class _ODirectHandle:
     def __init__(self, shard: Shard, block_bytes: int) -> None:
         self._path = shard.path
         self._descriptor = open_shard(shard, _FLAG)
-        self.alignment = _alignment(self._descriptor)
+        self.alignments = _alignments(self._descriptor)
         self._span = self._up(block_bytes)
-        self._buffer = mmap.mmap(-1, self._span + 2 * self.alignment, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        room = self._span + 2 * self.alignments.offset
+        self._buffer = mmap.mmap(-1, room, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._view = memoryview(self._buffer)
 
     def fill(self, offset: int, buffers: Sequence[memoryview]) -> None:
@@ -89,10 +99,10 @@ class _ODirectHandle:
             self._scatter(start, parts, bounced)
 
     def _up(self, position: int) -> int:
-        return -(-position // self.alignment) * self.alignment
+        return -(-position // self.alignments.offset) * self.alignments.offset
 
     def _down(self, position: int) -> int:
-        return position // self.alignment * self.alignment
+        return position // self.alignments.offset * self.alignments.offset
 
     def _vectors(self, offset: int, buffers: Sequence[memoryview]) -> tuple[list[memoryview], list[_Bounced]]:
         """Aligned memory for the aligned range around the buffers, in file order, and what of it is bounced."""
@@ -110,7 +120,8 @@ class _ODirectHandle:
         for buffer in buffers:
             end = start + buffer.nbytes
             first, last = self._up(start), self._down(end)
-            if last - first >= _LEAST_DIRECT_BYTES and (address_of(buffer) + first - start) % self.alignment == 0:
+            is_congruent = (address_of(buffer) + first - start) % self.alignments.address == 0
+            if is_congruent and last - first >= _LEAST_DIRECT_BYTES:
                 bounce(first)
                 vectors.append(buffer[first - start : last - start])
                 covered = last
@@ -184,15 +195,16 @@ def _after(vectors: list[memoryview], count: int) -> list[memoryview]:
     return []
 
 
-def _alignment(descriptor: int) -> int:
-    """What offsets, lengths and addresses of direct reads must be multiples of, for this file."""
+def _alignments(descriptor: int) -> _Alignments:
+    """What the file system says."""
+    usual = _Alignments(_USUAL_ALIGNMENT, _USUAL_ALIGNMENT)
     buffer = ctypes.create_string_buffer(_STATX_BYTES)
     if not hasattr(_libc, "statx") or _libc.statx(descriptor, b"", _AT_EMPTY_PATH, _STATX_DIOALIGN, buffer):
-        return _USUAL_ALIGNMENT
+        return usual
     mask, memory, offset = (
         int.from_bytes(buffer.raw[at : at + 4], "little")
         for at in (_STATX_MASK_OFFSET, _MEMORY_ALIGN_OFFSET, _OFFSET_ALIGN_OFFSET)
     )
     if not mask & _STATX_DIOALIGN or not memory or not offset:
-        return _USUAL_ALIGNMENT
-    return max(memory, offset)
+        return usual
+    return _Alignments(memory, max(memory, offset))

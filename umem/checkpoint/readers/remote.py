@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from umem.checkpoint.entries import Shard
-from umem.checkpoint.readers.base import REMOTE_THREADS
+from umem.checkpoint.readers.base import DISTANT
 from umem.checkpoint.stores.requests import Requests
 from umem.checkpoint.urls import is_http, shown
 from umem.errors import ReadError
@@ -27,7 +27,7 @@ class HttpReader:
 
     name = "http"
     holds_copy = False
-    usual_threads = REMOTE_THREADS
+    pace = DISTANT
 
     @contextlib.contextmanager
     def open(self, shard: Shard, block_bytes: int) -> Iterator[_RemoteHandle]:
@@ -50,7 +50,7 @@ class FsspecReader:
 
     name = "fsspec"
     holds_copy = True
-    usual_threads = REMOTE_THREADS
+    pace = DISTANT
 
     @contextlib.contextmanager
     def open(self, shard: Shard, block_bytes: int) -> Iterator[_RemoteHandle]:

@@ -8,6 +8,8 @@ partial (206), start where it should, and be of the version that was opened.
 from __future__ import annotations
 
 import re
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
 from typing import Literal
 from urllib.parse import unquote, urlsplit
 
@@ -39,11 +41,27 @@ class StatusError(OSError):
     ----------
     status
         The HTTP status.
+    retry_after_s
+        How long it wants to be left alone, where it says so.
     """
 
-    def __init__(self, status: int, reason: str) -> None:
+    def __init__(self, status: int, reason: str, retry_after: str = "") -> None:
         self.status = status
+        self.retry_after_s = _seconds_until(retry_after)
         super().__init__(f"status {status} {reason}".rstrip())
+
+
+def _seconds_until(when: str) -> float | None:
+    """A Retry-After in seconds from now: a number of them, or a date (RFC 9110, 10.2.3). None for anything else."""
+    if when.strip().isdecimal():
+        return float(when)
+    try:
+        date = parsedate_to_datetime(when)
+    except ValueError:
+        return None
+    if date.tzinfo is None:
+        date = date.replace(tzinfo=UTC)
+    return max(0.0, (date - datetime.now(UTC)).total_seconds())
 
 
 class HttpTransport:
@@ -114,7 +132,7 @@ class HttpTransport:
         if reply.status in _ABSENT_STATUSES:
             raise FileNotFoundError(shown(self._url))
         if reply.status >= 400 and reply.status != 416:
-            raise StatusError(reply.status, reply.reason or "")
+            raise StatusError(reply.status, reply.reason or "", reply.headers.get("Retry-After", ""))
         described = _CONTENT_RANGE.match(reply.headers.get("Content-Range", ""))
         encoded = reply.headers.get("Content-Encoding", "identity") != "identity"
         if reply.status not in (206, 416) or described is None or encoded:

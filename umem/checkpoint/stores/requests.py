@@ -26,6 +26,9 @@ ATTEMPTS = 5
 #: Pauses between attempts: 0.25 s, doubled each time, and up to half of it taken off at random.
 _FIRST_PAUSE_S = 0.25
 
+#: A server that wants to be left alone for longer is asked again after this all the same.
+_LONGEST_PAUSE_S = 60.0
+
 TRANSIENT_STATUSES = frozenset({408, 425, 429, 500, 502, 503, 504})
 _DENIED_STATUSES = frozenset({401, 403})
 #: What drivers raise for a broken network that is no OSError.
@@ -115,7 +118,7 @@ class Requests:
 
 
 class Patience:
-    """Counts the attempts in a row that brought nothing, and pauses before the next.
+    """Counts the attempts in a row that brought nothing, and pauses before the next, as long as the server asked for.
 
     Parameters
     ----------
@@ -140,7 +143,9 @@ class Patience:
         self._attempts += 1
         if self._attempts < ATTEMPTS and is_transient(error):
             pause_s: float = _FIRST_PAUSE_S * 2 ** (self._attempts - 1)
-            self._requests.pause(pause_s * random.uniform(0.5, 1.0))  # noqa: S311 - spreads requests, hides nothing
+            pause_s *= random.uniform(0.5, 1.0)  # noqa: S311 - spreads requests, hides nothing
+            wanted_s = getattr(error, "retry_after_s", None) or 0.0
+            self._requests.pause(max(pause_s, min(wanted_s, _LONGEST_PAUSE_S)))
             return None
         what = "it could not be looked up" if start is None else f"bytes {start} to {self._end} could not be read"
         times = "1 attempt" if self._attempts == 1 else f"{self._attempts} attempts in a row"

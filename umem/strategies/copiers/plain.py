@@ -76,11 +76,11 @@ class PlainCarrier:
                 spans.append(Span(self._gap, 0, part.start - position))
             span = self._delivery.span(part)
             if span is None:
-                alignment = self._alignments[block.shard]
-                if alignment > 1 and part.end - part.start >= alignment:
+                itemsize, alignment = part.writes[0].entry.dtype.itemsize, self._alignments[block.shard]
+                if alignment > 1 and part.end - part.start >= alignment and part.start % itemsize == 0:
                     used += (part.start - used) % alignment  # congruent, so that it is read without a copy
                 else:
-                    used += -used % part.writes[0].entry.dtype.itemsize
+                    used += -used % itemsize
                 span = Span(self._room, used, used + part.end - part.start)
                 used = span.end
                 self._staged.append((part, span))

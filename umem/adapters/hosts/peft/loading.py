@@ -128,7 +128,7 @@ class AdapterLoad:
     def _within_the_window(self, plan: LoadPlan) -> LoadPlan:
         """The plan with conversions that leave room in the window for their own reads."""
         settings = self._session.config
-        room = max(0, settings.window_bytes - 2 * settings.block_bytes)
+        room = max(0, settings.window_bytes - 2 * settings.largest_block_bytes)
         groups = tuple(group._replace(scratch_bytes=min(group.scratch_bytes, room)) for group in plan.groups)
         return replace(plan, groups=groups)
 

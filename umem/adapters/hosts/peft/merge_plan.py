@@ -72,7 +72,7 @@ class MergePlan:
         needs = {name: self._factor_bytes(update) for name, update in self._updates.items()}
         room = config.window_bytes - max(needs.values(), default=0)
         self._tile_bytes = min(_LARGEST_TILE_BYTES, max(_SMALLEST_TILE_BYTES, room))
-        blocks_bytes = 2 * config.block_bytes
+        blocks_bytes = 2 * config.largest_block_bytes
         groups = [*written.groups]
         for name, update in self._updates.items():
             held = min(needs[name] + self._tile_bytes, max(0, config.window_bytes - blocks_bytes))
