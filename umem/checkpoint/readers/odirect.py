@@ -2,9 +2,10 @@
 
 Filling the page cache costs more processor time than anything else in a cold load (2.3 s a GiB on the two-core test
 machine), and leaves the checkpoint in memory twice. One call reads a whole span: aligned insides of congruent buffers
-directly, and what lies between them, heads, tails and small or incongruent tensors, by way of the buffer. Alignment is
-what the file system says (`statx`, Linux 6.1), for offsets and lengths and for addresses, else 4096; most drives want
-no more than 4 bytes of addresses. The last span of a file may be short.
+directly, and what lies between them, heads, tails and small or incongruent tensors, by way of the buffer. Addresses are
+aligned as the file system wants (`statx`, Linux 6.1), most often to 4 bytes, else to 4096. Offsets and lengths are of
+whole pages, also where less would do, and memory congruent to them is the best: drives of 4 KiB sectors, and hosts below
+a virtual drive, would copy what is cut otherwise. The last span of a file may be short.
 """
 
 from __future__ import annotations
@@ -31,7 +32,6 @@ __all__ = ["ODirectReader"]
 
 _FLAG = getattr(os, "O_DIRECT", 0)
 _USUAL_ALIGNMENT = 4096
-_LARGEST_ITEM_BYTES = 8
 _STATX_DIOALIGN = 0x2000
 _AT_EMPTY_PATH = 0x1000
 _STATX_BYTES = 256
@@ -56,9 +56,9 @@ class ODirectReader:
         return contextlib.closing(_ODirectHandle(shard, block_bytes))
 
     def alignment(self, shard: Shard) -> int:
-        """What the file system wants of addresses; items too large for that decide where it is less."""
+        """That of offsets: the file system may do with less."""
         with self.open(shard, _USUAL_ALIGNMENT) as handle:
-            return max(handle.alignments.address, _LARGEST_ITEM_BYTES)
+            return handle.alignments.offset
 
     def why_not(self, shard: Shard) -> str | None:
         """Whether a read at the start of the file works: file systems refuse O_DIRECT at open or only then."""
@@ -68,7 +68,7 @@ class ODirectReader:
 
 
 class _Alignments(NamedTuple):
-    """What direct reads need multiples of, for addresses, and for offsets and lengths, which do for addresses too."""
+    """What addresses of direct reads are multiples of, and offsets and lengths; the latter will do for addresses too."""
 
     address: int
     offset: int
@@ -207,4 +207,4 @@ def _alignments(descriptor: int) -> _Alignments:
     )
     if not mask & _STATX_DIOALIGN or not memory or not offset:
         return usual
-    return _Alignments(memory, max(memory, offset))
+    return _Alignments(memory, max(memory, offset, _USUAL_ALIGNMENT))
