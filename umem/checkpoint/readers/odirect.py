@@ -4,8 +4,8 @@ Filling the page cache costs more processor time than anything else in a cold lo
 machine), and leaves the checkpoint in memory twice. One call reads a whole span: aligned insides of congruent buffers
 directly, and what lies between them, heads, tails and small or incongruent tensors, by way of the buffer. Addresses are
 aligned as the file system wants (`statx`, Linux 6.1), most often to 4 bytes, else to 4096. Offsets and lengths are of
-whole pages, also where less would do, and memory congruent to them is the best: drives of 4 KiB sectors, and hosts below
-a virtual drive, would copy what is cut otherwise. The last span of a file may be short.
+whole pages, also where less would do: drives of 4 KiB sectors, and hosts below a virtual drive, would copy what is cut
+otherwise. The last span of a file may be short.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class ODirectReader:
 
 
 class _Alignments(NamedTuple):
-    """What addresses of direct reads are multiples of, and offsets and lengths; the latter will do for addresses too."""
+    """What addresses of direct reads are multiples of, and offsets and lengths, which will do for addresses too."""
 
     address: int
     offset: int
