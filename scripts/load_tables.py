@@ -8,6 +8,8 @@ from functools import partial
 from statistics import median
 from typing import Any
 
+from smallest_memory import STEP_BYTES
+
 Row = dict[str, Any]
 _RunKey = tuple[str, str, int]
 _GIB, _MIB = 1 << 30, 1 << 20
@@ -179,8 +181,9 @@ def smallest_markdown(result: Mapping[str, Any]) -> str:
     """The result of a search for the smallest memory as a page."""
     lines = ["# Smallest memory to load in", "", f"{_machine(result)}.", ""]
     lines += [
-        "The smallest memory cgroup (no swap, to 4 MiB) in which a cold load finishes, interpreter and page cache",
-        "included; the same less what was in use before the load; and seconds there against those without a limit.",
+        f"The smallest memory cgroup (no swap, to {STEP_BYTES // _MIB} MiB) in which a cold load finishes, interpreter",
+        "and page cache included; the same less what was in use before the load; and seconds there against those",
+        "without a limit.",
         f"Medians of {result['rounds']} runs.",
         "",
         *table(_SMALLEST_COLUMNS, result["smallest"]),

@@ -45,7 +45,7 @@ class _Search:
 
 
 def smallest_memory(run: LimitedRun, model_bytes: int, repeats: int) -> dict[str, Any]:
-    """The smallest limit, to 4 MiB, at which `repeats` runs in a row finish, and their seconds against unlimited runs.
+    """The smallest limit, to a step, at which `repeats` runs in a row finish, and their seconds against unlimited runs.
 
     `model_bytes` is what the result takes, which no limit can be below.
     """

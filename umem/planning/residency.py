@@ -17,7 +17,7 @@ from umem.planning.targets import DISK, Target, Targets
 from umem.planning.views import View
 from umem.planning.writes import Group, Route, Write
 
-__all__ = ["as_kept", "as_mapped"]
+__all__ = ["as_kept", "as_mapped", "is_stored_as_used"]
 
 _SHOWN = 3
 
@@ -53,14 +53,17 @@ def as_kept(groups: Collection[Group], checkpoint: Checkpoint, targets: Targets)
     )
 
 
+def is_stored_as_used(group: Group, target: Target) -> bool:
+    """Whether a target that the group writes to is one piece of the file, as it lies there and aligned."""
+    return group.route is Route.DIRECT and len(group.writes) == 1 and _layout_obstacle(group.writes[0], target) is None
+
+
 def _stays_in_file(group: Group, checkpoint: Checkpoint, targets: Targets) -> bool:
-    if group.route is not Route.DIRECT or len(group.writes) != 1:
+    if group.route is not Route.DIRECT:
         return False
-    write = group.writes[0]
-    target = targets[write.target]
-    shard = checkpoint.shards[write.entry.shard]
+    target, shard = targets[group.targets[0]], checkpoint.shards[group.entries[0].shard]
     can_be_opened = not shard.is_remote and shard.path.endswith(".safetensors")
-    return target.device == DISK and can_be_opened and _layout_obstacle(write, target) is None
+    return target.device == DISK and can_be_opened and is_stored_as_used(group, target)
 
 
 def _obstacle(group: Group, targets: Targets, live: Collection[str]) -> str | None:

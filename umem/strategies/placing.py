@@ -13,9 +13,9 @@ import torch
 
 from umem.checkpoint.offload import OffloadFile
 from umem.planning.plan import LoadPlan
+from umem.planning.residency import is_stored_as_used
 from umem.planning.targets import DISK, Target
-from umem.planning.views import View
-from umem.planning.writes import Group, Route
+from umem.planning.writes import Route
 from umem.strategies.arenas import Tenant, arenas_of
 from umem.strategies.mapped import MappedShards
 from umem.strategies.registry import is_block_route
@@ -110,7 +110,7 @@ class FinalStorage:
                 if target.name in names and target.name not in seen:
                     seen.add(target.name)
                     entry = group.entries[0]
-                    yield Tenant(target, entry.shard, entry.start if _is_stored_as_used(group, target) else None)
+                    yield Tenant(target, entry.shard, entry.start if is_stored_as_used(group, target) else None)
 
     def _on_disk(self, target: Target) -> Destination:
         if self._offload is None:
@@ -146,12 +146,3 @@ class FinalStorage:
                         continue  # such items would lie across the addresses that processors like
                     votes.setdefault(target.name, Counter())[start % alignment] += write.entry.nbytes
         return {name: counts.most_common(1)[0][0] for name, counts in votes.items()}
-
-
-def _is_stored_as_used(group: Group, target: Target) -> bool:
-    """Whether all bytes of a target lie in the file, in one piece and aligned."""
-    if group.route is not Route.DIRECT or len(group.writes) != 1:
-        return False
-    write = group.writes[0]
-    is_whole = write.destination == View.whole(target.shape) and write.source.runs_row_major()
-    return is_whole and write.entry.start % target.dtype.itemsize == 0
