@@ -1,7 +1,8 @@
 """Writes a sample checkpoint in several shards, seeded: a mixture of experts, a dense model, or that in FP8 blocks.
 
 `moe` is Qwen3-MoE-shaped, bf16, about 1 GiB; `dense` is Qwen3-shaped, bf16, about 4 GiB; `fp8` is the same with its
-linear weights in FP8 and a factor for each block, as transformers' fine-grained FP8 stores them, about 2 GiB.
+linear weights in FP8 and a factor for each block, as transformers' fine-grained FP8 stores them, about 2 GiB. A shard
+holds as many layers as in the releases of those models, so that as many of them lie in two files.
 
 Tensors are made and written one at a time, so the whole is never in memory. A checkpoint that is there whole is kept.
 """
@@ -19,7 +20,6 @@ import torch
 
 from umem._types import parse_bytes
 
-SHARD_BYTES = 256 << 20
 FP8_BLOCK, FP8_SPREAD = 128, 100.0
 _ITEM_BYTES = {"BF16": 2, "F8_E4M3": 1, "F32": 4}
 
@@ -141,10 +141,19 @@ def _last(config: Config) -> Iterator[Stored]:
     yield Stored("lm_head.weight", (config["vocab_size"], config["hidden_size"]))
 
 
-KINDS: dict[str, tuple[Config, Callable[[Config], Iterator[Stored]]]] = {
-    "moe": (CONFIG, moe_tensors),
-    "dense": (DENSE_CONFIG, dense_tensors),
-    "fp8": (DENSE_CONFIG | {"quantization_config": QUANTIZATION}, fp8_tensors),
+class Kind(NamedTuple):
+    """A kind of sample: its config, what it stores, and how many layers' bytes a shard has."""
+
+    config: Config
+    tensors: Callable[[Config], Iterator[Stored]]
+    layers_per_shard: float
+
+
+#: Qwen3-30B-A3B is released in shards of 4 GB, of 1.21 GB a layer; Qwen3-8B too, of 0.39 GB a layer.
+KINDS = {
+    "moe": Kind(CONFIG, moe_tensors, 3.3),
+    "dense": Kind(DENSE_CONFIG, dense_tensors, 10.4),
+    "fp8": Kind(DENSE_CONFIG | {"quantization_config": QUANTIZATION}, fp8_tensors, 10.4),
 }
 
 
@@ -153,25 +162,31 @@ def layers_of_size(kind: str, size_bytes: int, **changes: Any) -> int:
 
     `changes` are of the kind's config.
     """
-    config, tensors = KINDS[kind]
-    config = config | changes
-    one, two = (sum(tensor.nbytes for tensor in tensors(config | {"num_hidden_layers": n})) for n in (1, 2))
-    return max(1, 1 + round((size_bytes - one) / (two - one)))
+    config = KINDS[kind].config | changes
+    return max(1, 1 + round((size_bytes - _bytes_of(kind, config, layers=1)) / _layer_bytes(kind, config)))
+
+
+def _layer_bytes(kind: str, config: Config) -> int:
+    return _bytes_of(kind, config, layers=2) - _bytes_of(kind, config, layers=1)
+
+
+def _bytes_of(kind: str, config: Config, *, layers: int) -> int:
+    return sum(tensor.nbytes for tensor in KINDS[kind].tensors(config | {"num_hidden_layers": layers}))
 
 
 def write_sample(directory: Path, kind: str = "moe", **changes: Any) -> None:
     """Write the checkpoint, unless it is there whole; `changes` are of the kind's config."""
-    config, tensors = KINDS[kind]
-    config = config | changes
-    write_checkpoint(directory, tensors(config), config=config)
+    config = KINDS[kind].config | changes
+    shard_bytes = round(KINDS[kind].layers_per_shard * _layer_bytes(kind, config))
+    write_checkpoint(directory, KINDS[kind].tensors(config), shard_bytes=shard_bytes, config=config)
 
 
 def write_checkpoint(
     directory: Path,
     tensors: Iterable[Stored],
     *,
+    shard_bytes: int,
     config: Mapping[str, object] | None = None,
-    shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Write such tensors in shards of at most `shard_bytes`, unless they are there whole."""
     if (directory / "model.safetensors.index.json").exists():

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from sample_checkpoint import SHARD_BYTES, Stored, write_checkpoint
+from sample_checkpoint import Stored, write_checkpoint
 
 from umem._types import parse_bytes
 
 _SWEPT_TENSORS = ("64MiB", "16MiB", "4MiB", "1MiB", "256KiB", "64KiB")
+_SHARD_BYTES = 256 << 20  # of those whose tensors are swept
 _SWEPT_SHARDS = (1, 32)
 _SHARD_TENSORS = 8  # in each of the most shards
 _ROW = 1024  # elements in a row of each tensor
@@ -19,7 +20,7 @@ def sweep_sizes(directory: Path, total_bytes: int) -> list[Path]:
     place = f"{total_bytes >> 20}MiB-in-tensors-of"
     sizes = {name: parse_bytes(name) for name in _SWEPT_TENSORS}
     return [
-        swept_checkpoint(directory / f"{place}-{name}", total_bytes, size, SHARD_BYTES)
+        swept_checkpoint(directory / f"{place}-{name}", total_bytes, size, _SHARD_BYTES)
         for name, size in sizes.items()
         if size <= total_bytes
     ]

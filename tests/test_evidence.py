@@ -40,6 +40,12 @@ def test_samples_are_models_that_load(kind: str, tmp_path: Path) -> None:
         assert 0.01 < model.get_parameter("model.layers.1.mlp.down_proj.weight").std() < 0.04
 
 
+@pytest.mark.parametrize(("kind", "shards"), [("moe", 3), ("dense", 1), ("fp8", 1)])
+def test_a_shard_holds_as_many_layers_as_in_the_releases(kind: str, shards: int, tmp_path: Path) -> None:
+    write_sample(tmp_path, kind, **SMALL | {"num_hidden_layers": 9, "vocab_size": 8})
+    assert len(open_checkpoint(tmp_path).shards) == shards
+
+
 def test_a_changed_sample_changes_no_other(tmp_path: Path) -> None:
     layers = layers_of_size("moe", 4 << 30)
     write_sample(tmp_path, "moe", **SMALL)
@@ -47,7 +53,7 @@ def test_a_changed_sample_changes_no_other(tmp_path: Path) -> None:
 
 
 def test_numbers_depend_on_names_alone() -> None:
-    config, tensors = KINDS["fp8"]
+    config, tensors, _ = KINDS["fp8"]
     of_one = {tensor.name: tensor for tensor in tensors(config | SMALL | {"num_hidden_layers": 1})}
     of_two = {tensor.name: tensor for tensor in tensors(config | SMALL)}
     for name, tensor in of_one.items():
@@ -58,7 +64,7 @@ def test_numbers_depend_on_names_alone() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_sizes_are_met_to_a_layer(kind: str) -> None:
-    config, tensors = KINDS[kind]
+    config, tensors, _ = KINDS[kind]
 
     def size(layers: int) -> int:
         return sum(tensor.nbytes for tensor in tensors(config | {"num_hidden_layers": layers}))
