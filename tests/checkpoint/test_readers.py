@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Self
@@ -13,6 +12,7 @@ from typing import Self
 import pytest
 
 from tests.checkpoint.places import Place, place_of
+from tests.mounts import mounted
 from umem.checkpoint.entries import Shard
 from umem.checkpoint.pagecache import cached_bytes_of_files, evict
 from umem.checkpoint.readers import READERS, Reader, choose_readers, odirect
@@ -328,26 +328,13 @@ def test_kernels_without_dontcache(shard: Shard, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("kind", ["tmpfs", "overlay"])
 def test_other_file_systems(tmp_path: Path, kind: str) -> None:
     """Whatever `auto` takes there reads the file; `odirect` reads it or says why not."""
-    if os.geteuid() != 0:
-        pytest.skip("mounting needs root")
-    mount = tmp_path / "mount"
-    parts = {name: tmp_path / name for name in ("lowerdir", "upperdir", "workdir")}
-    for part in (mount, *parts.values()):
-        part.mkdir()
-    options = ",".join(f"{name}={part}" for name, part in parts.items()) if kind == "overlay" else "size=16m"
-    command = ["mount", "-t", kind, kind, "-o", options, str(mount)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        pytest.skip(f"{kind} cannot be mounted here: {done.stderr.strip()}")
-    try:
+    with mounted(kind, tmp_path / "mount") as mount:
         path = mount / "shard"
         path.write_bytes(os.urandom(SIZE))
         shard = Shard.of(str(path), path.stat())
         for reader in choose_readers("auto", [shard]).readers + tuple(READERS.values()):
             if not reader.why_not(shard):
                 assert fill(reader, shard, 5, [SIZE - 5]) == content(shard)[5:]
-    finally:
-        subprocess.run(["umount", str(mount)], check=True)
 
 
 def test_urls_have_readers_of_their_own(shard: Shard) -> None:

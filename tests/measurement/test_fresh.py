@@ -12,7 +12,6 @@ import pytest
 from umem.errors import RunFailedError
 from umem.measurement.fresh import run_fresh, turned
 from umem.measurement.page_cache import cached_fraction, is_as_wanted, prepare_cache
-from umem.measurement.provenance import file_system_of
 from umem.measurement.sampling import ProcessSample, ProcessWatch, series_of
 
 MIB = 1 << 20
@@ -125,16 +124,3 @@ def test_nearly_cold_is_cold_and_half_is_neither() -> None:
     assert not is_as_wanted(0.5, "cold")
     assert not is_as_wanted(0.5, "warm")
     assert is_as_wanted(None, "cold")
-
-
-def test_the_innermost_mount_says_the_file_system(tmp_path: Path) -> None:
-    mounts = tmp_path / "mountinfo"
-    root = os.path.realpath(tmp_path)
-    mounts.write_text(
-        "1 0 8:1 / / rw shared:1 - ext4 /dev/sda rw\n"
-        f"2 1 0:9 / {root}/data rw - nfs4 server:/x rw\n"
-        f"3 1 0:8 / {root}/dat rw - tmpfs none rw\n"
-    )
-    assert file_system_of(tmp_path / "data/model", mounts) == "nfs4"
-    assert file_system_of(tmp_path / "other", mounts) == "ext4"
-    assert file_system_of(tmp_path, tmp_path / "none") is None

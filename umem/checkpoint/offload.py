@@ -20,6 +20,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from umem._types import DType, format_bytes
+from umem.checkpoint.mounts import file_system_of
 from umem.checkpoint.pagecache import evict
 from umem.errors import ConfigError, InsufficientSpaceError, UnsupportedError
 
@@ -52,7 +53,7 @@ def check_space(folder: str, needed_bytes: int) -> None:
     place = _nearest_existing(folder)
     if not os.path.isdir(place):
         raise ConfigError(f"the offload folder {folder} is no folder: {place} is a file")
-    kind = _file_system_of(place)
+    kind = file_system_of(place)
     if kind in _IN_MEMORY:
         raise UnsupportedError(
             f"the offload folder {folder} lies in memory ({kind}), where weights take what they should spare;"
@@ -74,18 +75,6 @@ def _nearest_existing(path: str) -> str:
     while not os.path.lexists(path):
         path = os.path.dirname(path)
     return path
-
-
-def _file_system_of(path: str, mounts: str = "/proc/self/mountinfo") -> str | None:
-    """The kind of file system that `path` lies on; None where the system does not tell."""
-    device = os.stat(path).st_dev
-    number = f"{os.major(device)}:{os.minor(device)}"
-    with contextlib.suppress(OSError), open(mounts, encoding="utf-8") as lines:
-        for line in lines:
-            before, _, after = line.partition(" - ")
-            if before.split()[2] == number:
-                return after.split()[0]
-    return None
 
 
 class OffloadFolder:

@@ -100,49 +100,51 @@ def _checked_metadata(metadata: Any, path: str) -> dict[str, str]:
 
 
 def _entry(name: str, facts: Any, data_start: int, shard_index: int, path: str) -> Entry:
-    def refuse(kind: type[CheckpointFormatError], message: str) -> CheckpointFormatError:
-        return kind(f"{message}; write the file again", path=path, tensor=name)
-
     if not name.isascii():
         try:
             name.encode()
         except UnicodeEncodeError:
-            raise refuse(HeaderSyntaxError, "the name is no valid Unicode text") from None
-    dtype, shape, offsets = _declared(name, facts, path)
-    begin, end = offsets
+            raise _refused(HeaderSyntaxError, "the name is no valid Unicode text", name, path) from None
+    try:
+        label, shape, (begin, end) = facts["dtype"], facts["shape"], facts["data_offsets"]
+        dtype = _DTYPES[label]
+    except (KeyError, TypeError, ValueError):
+        raise _refused(*_what_is_wrong(facts), name, path) from None
+    if not (type(shape) is list and type(begin) is int and type(end) is int):
+        raise _refused(*_what_is_wrong(facts), name, path)
     if not 0 <= begin <= end < _LARGEST:
-        raise refuse(TensorExtentError, f"data_offsets {offsets!r} are no byte range")
+        raise _refused(TensorExtentError, f"data_offsets {[begin, end]!r} are no byte range", name, path)
     bits = dtype.bits
     for size in shape:
+        if type(size) is not int or size < 0:
+            raise _refused(*_what_is_wrong(facts), name, path)
         bits *= size
         if max(bits, size) >= _LARGEST:
-            raise refuse(TensorSizeError, f"shape {shape!r} is larger than any file")
+            raise _refused(TensorSizeError, f"shape {shape!r} is larger than any file", name, path)
     if bits != 8 * (end - begin):
-        raise refuse(TensorSizeError, f"{dtype.label} {shape!r} takes {bits / 8:g} bytes, its range has {end - begin}")
+        takes = f"{dtype.label} {shape!r} takes {bits / 8:g} bytes, its range has {end - begin}"
+        raise _refused(TensorSizeError, takes, name, path)
     return Entry(name, shard_index, data_start + begin, end - begin, dtype, dtype.storage_shape(tuple(shape)))
 
 
-def _declared(name: str, facts: Any, path: str) -> tuple[DType, list[int], list[int]]:
-    """What the header says of a tensor: dtype, shape and data_offsets, each of the right form."""
-
-    def refuse(message: str) -> HeaderSyntaxError:
-        return HeaderSyntaxError(f"{message}; write the file again", path=path, tensor=name)
-
+def _what_is_wrong(facts: Any) -> tuple[type[CheckpointFormatError], str]:
+    """Which of its parts makes the header's description of a tensor none."""
     if not isinstance(facts, dict):
-        raise refuse("the header describes it by something other than an object")
+        return HeaderSyntaxError, "the header describes it by something other than an object"
     missing = {"dtype", "shape", "data_offsets"} - facts.keys()
     if missing:
-        raise refuse(f"the header lacks its {', '.join(sorted(missing))}")
+        return HeaderSyntaxError, f"the header lacks its {', '.join(sorted(missing))}"
     label, shape, offsets = facts["dtype"], facts["shape"], facts["data_offsets"]
-    dtype = _DTYPES.get(label) if isinstance(label, str) else None
-    if dtype is None:
-        message = f"unknown dtype {label!r}; is there a newer umem? Known: {', '.join(_DTYPES)}"
-        raise UnknownDTypeError(message, path=path, tensor=name)
+    if not isinstance(label, str) or label not in _DTYPES:
+        return UnknownDTypeError, f"unknown dtype {label!r}; is there a newer umem? Known: {', '.join(_DTYPES)}"
     if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
-        raise refuse(f"shape {shape!r} is no list of sizes")
-    if not isinstance(offsets, list) or len(offsets) != 2 or not all(type(offset) is int for offset in offsets):
-        raise refuse(f"data_offsets {offsets!r} are no pair of byte offsets")
-    return dtype, shape, offsets
+        return HeaderSyntaxError, f"shape {shape!r} is no list of sizes"
+    return HeaderSyntaxError, f"data_offsets {offsets!r} are no pair of byte offsets"
+
+
+def _refused(kind: type[CheckpointFormatError], message: str, tensor: str, path: str) -> CheckpointFormatError:
+    cure = "" if kind is UnknownDTypeError else "; write the file again"
+    return kind(f"{message}{cure}", path=path, tensor=tensor)
 
 
 def _check_layout(entries: list[Entry], data_start: int, size_bytes: int, path: str) -> None:

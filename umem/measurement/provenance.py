@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-__all__ = ["file_system_of", "installed_version", "machine"]
+__all__ = ["installed_version", "machine"]
 
 _ROOT = Path(__file__).parents[2]
 
@@ -55,18 +55,3 @@ def installed_version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
-
-
-def file_system_of(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> str | None:
-    """The type of the file system that holds a path, as `ext4` or `nfs4`; None if the system does not tell."""
-    real = os.path.realpath(path)
-    try:
-        lines = [line.split() for line in mounts.read_text().splitlines()]
-    except OSError:
-        return None
-    holding = [
-        (len(fields[4]), number, fields[fields.index("-") + 1])
-        for number, fields in enumerate(lines)
-        if os.path.commonpath([real, fields[4]]) == fields[4]
-    ]
-    return max(holding)[2] if holding else None

@@ -16,12 +16,13 @@ from statistics import median
 from typing import Any
 
 from umem.checkpoint import open_checkpoint
+from umem.checkpoint.mounts import file_system_of
 from umem.errors import CheckpointNotFoundError, ConfigError, RunFailedError, UnsupportedError
 from umem.measurement.baselines import BASELINES, MODEL_LOADERS, check_installed
 from umem.measurement.first_forward import PROGRAM
 from umem.measurement.fresh import Facts, run_checked, run_fresh, turned
 from umem.measurement.page_cache import CACHES
-from umem.measurement.provenance import file_system_of, installed_version, machine
+from umem.measurement.provenance import installed_version, machine
 from umem.measurement.sampling import ProcessWatch, series_of
 from umem.report.model import PHASES
 

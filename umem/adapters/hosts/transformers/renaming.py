@@ -23,8 +23,15 @@ _STATELESS = (library.WeightRenaming, library.WeightConverter, library.PrefixCha
 _NO_LITERAL = re.compile(r"\\d|\[0-9\]|\\\d|\{\d+(?:,\d*)?\}")
 
 
-#: Parts of a dotted name that are numbers.
-_NUMBER_PARTS = re.compile(r"(?:(?<=^)|(?<=\.))[0-9]+(?=\.|$)")
+#: Parts of a dotted name that are numbers; the name is split at them.
+_NUMBER_PART = re.compile(r"(?:(?<=^)|(?<=\.))([0-9]+)(?=\.|$)")
+
+
+class _Kind(NamedTuple):
+    """Names that differ only in their numbers: what stands around those, and how many digits each has."""
+
+    texts: tuple[str, ...]
+    digits: tuple[int, ...]
 
 
 class _Template(NamedTuple):
@@ -32,10 +39,6 @@ class _Template(NamedTuple):
 
     form: str
     pattern: str | None
-
-
-def _as_hashes(number: re.Match[str]) -> str:
-    return "#" * len(number[0])
 
 
 class Renamer:
@@ -47,7 +50,7 @@ class Renamer:
         self._prefix = model.base_model_prefix
         self._parameters = parameters
         self._transforms = list(renamings), list(converters)
-        self._templates: dict[str, _Template | None] = {}
+        self._templates: dict[_Kind, _Template | None] = {}
         patterns = [pattern for transform in (*renamings, *converters) for pattern in transform.source_patterns]
         bare = [_NO_LITERAL.sub("", pattern) for pattern in patterns]
         self._literals = {number for pattern in bare for number in re.findall(r"\d+", pattern)}
@@ -64,30 +67,27 @@ class Renamer:
         return renamed, pattern
 
     def _by_transforms(self, original: str) -> tuple[str, str | None]:
-        numbers = _NUMBER_PARTS.findall(original)
-        if not self._follows or not numbers or "#" in original or not self._literals.isdisjoint(numbers):
+        texts = _NUMBER_PART.split(original)
+        numbers = texts[1::2]
+        if not self._follows or not numbers or not self._literals.isdisjoint(numbers):
             return self._by_library(original)
-        kind = _NUMBER_PARTS.sub(_as_hashes, original)
+        kind = _Kind(tuple(texts[::2]), tuple(map(len, numbers)))
         if kind not in self._templates:
-            self._templates[kind] = self._template(tuple(kind.split(".")))
+            self._templates[kind] = self._template(kind)
         template = self._templates[kind]
         if template is None:
             return self._by_library(original)
         return template.form.format(*numbers), template.pattern
 
-    def _template(self, kind: tuple[str, ...]) -> _Template | None:
+    def _template(self, kind: _Kind) -> _Template | None:
         """How names of this kind are renamed; None where two examples do not agree."""
         examples = []
         for first in ("3", "6"):
-            numbers = [first * len(part) for part in kind if part.startswith("#")]
-            numbers = [str(int(number) + position) for position, number in enumerate(numbers)]
-            waiting = iter(numbers)
-            name = ".".join(next(waiting) if part.startswith("#") else part for part in kind)
-            if [len(number) for number in numbers] != [len(part) for part in kind if part.startswith("#")]:
+            numbers = [str(int(first * digits) + position) for position, digits in enumerate(kind.digits)]
+            if tuple(map(len, numbers)) != kind.digits or not self._literals.isdisjoint(numbers):
                 return None
-            if not self._literals.isdisjoint(numbers):
-                return None
-            examples.append((numbers, *self._by_library(name)))
+            between = zip(kind.texts, [*numbers, ""], strict=True)
+            examples.append((numbers, *self._by_library("".join(text + number for text, number in between))))
         (numbers, renamed, pattern), (other_numbers, other_renamed, other_pattern) = examples
         parts, other_parts = renamed.split("."), other_renamed.split(".")
         if pattern != other_pattern or len(parts) != len(other_parts):
