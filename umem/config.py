@@ -116,7 +116,7 @@ class LoadConfig:
     window_bytes
         The cap on everything live that is not final storage: staging, scratch, reads in flight.
     block_bytes
-        The size of one read. None: 2 MiB past the page cache, 8 MiB through it and for URLs, an eighth of the window at
+        The size of one read. None: 3 MiB past the page cache, 8 MiB through it and for URLs, an eighth of the window at
         most.
     io_threads
         Threads that read and scatter, no more than the window has room for. None: two to four that copy out of the page

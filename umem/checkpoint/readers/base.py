@@ -49,10 +49,11 @@ class Pace(NamedTuple):
 #: bandwidth.
 COPYING = Pace(min(4, max(2, os.cpu_count() or 2)), 8 << 20)
 
-#: Of one that waits for a drive: much in flight in small pieces, so that none waits while another thread copies or has
-#: the interpreter. Measured on two cores, cold, 4 GiB: 1.87 s, against 2.02 s with 4 threads of 8 MiB, and for experts
-#: that are merged 2.16 against 2.39.
-WAITING = Pace(16, 2 << 20)
+#: Of one that waits for a drive: much in flight, in pieces so small that none waits while another thread copies or has
+#: the interpreter; with what staging them may take they fill the default window. Measured on two cores, cold, 4 GiB,
+#: medians of 7 to 9 interleaved runs: 2.41 and 2.56 s, against 2.71 and 2.71 with 16 threads of 2 MiB, 2.62 with 8 of
+#: 4 MiB, 2.70 with 12 of 4 MiB, 2.89 with 4 of 8 MiB; 16 of 8 MiB, for which the window is too small, 2.52.
+WAITING = Pace(16, 3 << 20)
 
 #: Of one that waits for replies from afar.
 DISTANT = Pace(16, 8 << 20)
