@@ -8,7 +8,7 @@ whole pages, also where less would do: drives of 4 KiB sectors, and hosts below 
 otherwise. The last span of a file may be short.
 
 io_uring was tried in C on the same machine: 4 GiB in reads of 8 MiB, 16 or 60 of them in flight, took 2.10 s, and
-2.25 s by 16 threads with `preadv` (medians of 6 interleaved runs); with smaller reads it was no faster, at times slower.
+2.25 s by 16 threads with `preadv` (medians of 6 interleaved runs); with smaller reads it was no faster.
 """
 
 from __future__ import annotations
