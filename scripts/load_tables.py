@@ -221,7 +221,6 @@ def _how_to_read(result: Mapping[str, Any]) -> list[str]:
     return [
         f"Medians of {result['rounds']} rounds; each run a fresh process, the order turned from round to round.",
         f"{cache} ({checked}).",
-        "As root, free memory is brought together before each run, so that none depends on what the one before left.",
         "To raw: seconds over those of the round's best plain read into fresh memory in 4 KiB pages. To umem: over",
         "those of umem's load to the same end state in that round, above 1 if umem is faster. Peak: beyond what was in",
         f"use just before the load, by {' / '.join(sorted(sources))}; a warm load is not charged for what was",

@@ -71,7 +71,6 @@ def run_checked(
     rejected: list[float] = []
     while len(rejected) < _TRIES:
         prepare_cache(files, cache)
-        _gather_free_memory()
         whole = {**request, "files": [str(path) for path in files]}
         facts = run_fresh(
             program, whole, environment=environment, limit_bytes=limit_bytes, timeout_s=timeout_s, watch=watch
@@ -81,16 +80,6 @@ def run_checked(
             return CheckedRun(facts, rejected)
         rejected.append(fraction)
     return CheckedRun(None, rejected)
-
-
-def _gather_free_memory() -> None:
-    """Have the kernel bring free memory together, which takes root; nothing happens elsewhere.
-
-    Some programs leave it in large pieces and others in single pages, and whoever comes next is faster or slower for
-    it, by up to a quarter: a drive fills large pieces by fewer requests.
-    """
-    with contextlib.suppress(OSError):
-        Path("/proc/sys/vm/compact_memory").write_text("1")
 
 
 def run_fresh(
