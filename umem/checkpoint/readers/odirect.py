@@ -7,8 +7,9 @@ aligned as the file system wants (`statx`, Linux 6.1), most often to 4 bytes, el
 whole pages, also where less would do: drives of 4 KiB sectors, and hosts below a virtual drive, would copy what is cut
 otherwise. The last span of a file may be short.
 
-io_uring was tried in C on the same machine: 4 GiB in reads of 8 MiB, 16 or 60 of them in flight, took 2.10 s, and
-2.25 s by 16 threads with `preadv` (medians of 6 interleaved runs); with smaller reads it was no faster.
+io_uring and Linux AIO were tried in C on the same machine. One thread that submits reads of 3 to 8 MiB took 2.1 s for
+4 GiB, 16 threads with `preadv` 2.2 s (medians of 5 or 6 interleaved runs). In memory that the machine's host has
+to find again it took 7.1 to 7.4 s, the threads 3.7 s: first touch then binds a processor, and threads share it.
 """
 
 from __future__ import annotations
