@@ -109,15 +109,15 @@ def _entry(name: str, facts: Any, data_start: int, shard_index: int, path: str) 
         label, shape, (begin, end) = facts["dtype"], facts["shape"], facts["data_offsets"]
         dtype = _DTYPES[label]
     except (KeyError, TypeError, ValueError):
-        raise _refused(*_what_is_wrong(facts), name, path) from None
+        raise _malformed(facts, name, path) from None
     if not (type(shape) is list and type(begin) is int and type(end) is int):
-        raise _refused(*_what_is_wrong(facts), name, path)
+        raise _malformed(facts, name, path)
     if not 0 <= begin <= end < _LARGEST:
         raise _refused(TensorExtentError, f"data_offsets {[begin, end]!r} are no byte range", name, path)
     bits = dtype.bits
     for size in shape:
         if type(size) is not int or size < 0:
-            raise _refused(*_what_is_wrong(facts), name, path)
+            raise _malformed(facts, name, path)
         bits *= size
         if max(bits, size) >= _LARGEST:
             raise _refused(TensorSizeError, f"shape {shape!r} is larger than any file", name, path)
@@ -127,24 +127,24 @@ def _entry(name: str, facts: Any, data_start: int, shard_index: int, path: str) 
     return Entry(name, shard_index, data_start + begin, end - begin, dtype, dtype.storage_shape(tuple(shape)))
 
 
-def _what_is_wrong(facts: Any) -> tuple[type[CheckpointFormatError], str]:
-    """Which of its parts makes the header's description of a tensor none."""
+def _malformed(facts: Any, name: str, path: str) -> CheckpointFormatError:
+    """Says which of its parts makes the header's description of a tensor none."""
     if not isinstance(facts, dict):
-        return HeaderSyntaxError, "the header describes it by something other than an object"
+        return _refused(HeaderSyntaxError, "the header describes it by something other than an object", name, path)
     missing = {"dtype", "shape", "data_offsets"} - facts.keys()
     if missing:
-        return HeaderSyntaxError, f"the header lacks its {', '.join(sorted(missing))}"
+        return _refused(HeaderSyntaxError, f"the header lacks its {', '.join(sorted(missing))}", name, path)
     label, shape, offsets = facts["dtype"], facts["shape"], facts["data_offsets"]
     if not isinstance(label, str) or label not in _DTYPES:
-        return UnknownDTypeError, f"unknown dtype {label!r}; is there a newer umem? Known: {', '.join(_DTYPES)}"
+        message = f"unknown dtype {label!r}; is there a newer umem? Known: {', '.join(_DTYPES)}"
+        return UnknownDTypeError(message, path=path, tensor=name)
     if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
-        return HeaderSyntaxError, f"shape {shape!r} is no list of sizes"
-    return HeaderSyntaxError, f"data_offsets {offsets!r} are no pair of byte offsets"
+        return _refused(HeaderSyntaxError, f"shape {shape!r} is no list of sizes", name, path)
+    return _refused(HeaderSyntaxError, f"data_offsets {offsets!r} are no pair of byte offsets", name, path)
 
 
-def _refused(kind: type[CheckpointFormatError], message: str, tensor: str, path: str) -> CheckpointFormatError:
-    cure = "" if kind is UnknownDTypeError else "; write the file again"
-    return kind(f"{message}{cure}", path=path, tensor=tensor)
+def _refused(kind: type[CheckpointFormatError], message: str, name: str, path: str) -> CheckpointFormatError:
+    return kind(f"{message}; write the file again", path=path, tensor=name)
 
 
 def _check_layout(entries: list[Entry], data_start: int, size_bytes: int, path: str) -> None:

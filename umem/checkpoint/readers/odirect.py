@@ -8,8 +8,8 @@ whole pages, also where less would do: drives of 4 KiB sectors, and hosts below 
 otherwise. The last span of a file may be short.
 
 io_uring and Linux AIO were tried in C on the same machine. One thread that submits reads of 3 to 8 MiB took 2.1 s for
-4 GiB, 16 threads with `preadv` 2.2 s (medians of 5 or 6 interleaved runs). In memory that the machine's host has
-to find again it took 7.1 to 7.4 s, the threads 3.7 s: first touch then binds a processor, and threads share it.
+4 GiB, 16 threads with `preadv` 2.2 s (medians of 5 or 6 runs in turn). In memory that the machine's host has to find
+again it took 7.1 to 7.4 s, the threads 3.7 s: first touch then binds a processor, and threads share it.
 """
 
 from __future__ import annotations
