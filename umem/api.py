@@ -14,7 +14,7 @@ from umem.checkpoint.urls import plain_path
 from umem.config import LoadConfig
 from umem.errors import ConfigError, KeyMismatchError
 from umem.machine import MachineSnapshot
-from umem.planning import Adaptation, LoadPlan, Target, Targets, make_plan, targets_of_module
+from umem.planning import Adaptation, LoadPlan, Target, Targets, make_plan, places_of, targets_of
 from umem.planning.keys import without
 from umem.report.model import LoadReport
 from umem.session import LoadSession, ProgressCallback, probe
@@ -220,13 +220,14 @@ def load_into(
     with LoadSession(device=str(device), config=config, progress=progress) as session:
         checkpoint = session.open(path_or_id)
         with session.phase("plan"):
-            live = live_tensors(module)
-            targets = targets_of_module(
-                module,
+            places = places_of(module)
+            live = live_tensors(places)
+            targets = targets_of(
+                places,
                 dtype=_dtype_rule(dtype, checkpoint, live, key_mapping),
                 device=lambda _name, own: session.platform.device if own == "meta" else own,
             )
-            unfillable = without(unfillable_buffers(module), allow_missing)
+            unfillable = without(unfillable_buffers(places), allow_missing)
             if unfillable:
                 raise KeyMismatchError(missing=unfillable)
             adaptation = Adaptation([], [], [], [])
@@ -245,7 +246,7 @@ def load_into(
         filled = {target.name for target in load_plan.filled}
         tensors = session.run(load_plan, live={name: tensor for name, tensor in live.items() if name in filled})
         with session.phase("install"):
-            install(module, targets, {name: tensor for name, tensor in tensors.items() if name not in live})
+            install(places, targets, {name: tensor for name, tensor in tensors.items() if name not in live})
         return session.report()
 
 

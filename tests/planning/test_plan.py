@@ -23,7 +23,8 @@ from umem.planning import (
     Target,
     Targets,
     make_plan,
-    targets_of_module,
+    places_of,
+    targets_of,
 )
 
 MIB = 1 << 20
@@ -165,7 +166,7 @@ def test_tied_names_share_a_target_and_a_double_is_not_read(tmp_path: Path) -> N
     module = Holder({"embed.weight": torch.empty(3, 2), "norm": torch.empty(2)})
     module.head = torch.nn.Module()
     module.head.register_parameter("weight", module.get_parameter("embed.weight"))
-    targets = targets_of_module(module, dtype=lambda _name, own: own, device=lambda _name, _own: "cpu")
+    targets = targets_of(places_of(module), dtype=lambda _name, own: own, device=lambda _name, _own: "cpu")
     assert targets["head.weight"] is targets["embed.weight"]
     assert list(targets) == ["norm", "embed.weight"]
     weight, norm = random_tensor((3, 2)), random_tensor((2,))
@@ -177,10 +178,24 @@ def test_tied_names_share_a_target_and_a_double_is_not_read(tmp_path: Path) -> N
         assert plan.ignored == tuple(names[1:])
 
 
+def test_places_are_those_that_torch_lists_shared_ones_under_each_name() -> None:
+    shared = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
+    module = torch.nn.ModuleDict({"a": shared, "b": torch.nn.Sequential(torch.nn.Linear(2, 3, bias=False), shared)})
+    module.register_module("absent", None)
+    places = places_of(module)
+    parameters = [(place.name, place.tensor) for place in places if not place.is_buffer]
+    buffers = [(place.name, place.tensor) for place in places if place.is_buffer]
+    assert parameters == list(module.named_parameters(remove_duplicate=False))
+    assert buffers == list(module.named_buffers(remove_duplicate=False))
+    assert all(place.siblings[place.leaf] is place.tensor for place in places)
+    targets = targets_of(places, dtype=lambda _name, own: own, device=lambda _name, _own: "cpu")
+    assert list(targets) == [name for name in module.state_dict() if not name.startswith("b.1.")]
+
+
 def test_buffers_that_are_not_persistent_are_no_targets() -> None:
     module = torch.nn.BatchNorm1d(3)
     module.register_buffer("cache", torch.zeros(2), persistent=False)
-    targets = targets_of_module(module, dtype=lambda _name, own: own, device=lambda _name, _own: "cpu")
+    targets = targets_of(places_of(module), dtype=lambda _name, own: own, device=lambda _name, _own: "cpu")
     assert set(targets) == {"weight", "bias", "running_mean", "running_var", "num_batches_tracked"}
     assert targets["running_mean"].is_buffer
     assert not targets["weight"].is_buffer

@@ -27,7 +27,8 @@ def tenants_of(cases: list[tuple[DType, int, int, bool]]) -> list[Tenant]:
     for number, (dtype, items, gap, plain) in enumerate(cases):
         target = Target(f"t{number}", dtype, (items,))
         position += gap
-        tenants.append(Tenant(target, 0, position if plain and position % dtype.itemsize == 0 else None))
+        start = position if plain and position % dtype.itemsize == 0 else None
+        tenants.append(Tenant(target, target.nbytes, 0, start))
         position += target.nbytes
     return tenants
 
@@ -45,15 +46,16 @@ def test_every_tenant_has_an_aligned_place_of_its_own(
 ) -> None:
     tenants = tenants_of(drawn)
     arenas = list(arenas_of(tenants, [alignment]))
-    assert [target for arena in arenas for target, _ in arena.places] == [tenant.target for tenant in tenants]
+    assert [target for arena in arenas for target, _, _ in arena.places] == [tenant.target for tenant in tenants]
     for arena in arenas:
         reached = 0
-        for target, start in arena.places:
+        for target, start, end in arena.places:
             assert start >= reached
             assert start % target.dtype.itemsize == 0
-            reached = start + target.nbytes
+            assert end == start + target.nbytes
+            reached = end
         assert reached == arena.nbytes <= ARENA_BYTES + alignment
-        gaps = arena.nbytes - sum(target.nbytes for target, _ in arena.places)
+        gaps = arena.nbytes - sum(target.nbytes for target, _, _ in arena.places)
         assert gaps <= 64 * len(arena.places) + arena.nbytes // 16 + alignment
 
 
@@ -66,14 +68,14 @@ def test_neighbours_in_the_file_are_neighbours_congruent_to_it(alignment: int) -
     assert len(arenas) == -(-500 * 40_002 // (ARENA_BYTES // 40_002 * 40_002))
     starts = {tenant.target.name: tenant.start or 0 for tenant in tenants}
     for arena in arenas:
-        shifts = {start - starts[target.name] for target, start in arena.places}
+        shifts = {start - starts[target.name] for target, start, _ in arena.places}
         assert len(shifts) == 1
         assert shifts.pop() % alignment == 0
 
 
 def test_a_tensor_of_an_arena_is_saved_and_freed_alone() -> None:
     targets = [Target("a", DType.F32, (3, 5)), Target("b", DType.BF16, (7,))]
-    (arena,) = arenas_of([Tenant(target, 0, None) for target in targets], [1])
+    (arena,) = arenas_of([Tenant(target, target.nbytes, 0, None) for target in targets], [1])
     a, b = (destination.tensor for destination in allocate_arena(arena, huge_pages=None))
     a.fill_(1)
     b.fill_(2)

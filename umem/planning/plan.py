@@ -113,8 +113,8 @@ class LoadPlan(Displayed):
     @property
     def filled(self) -> list[Target]:
         """The targets that the groups write to, each once, in the order of the model."""
-        written = {self.targets[name].name for group in self.groups for name in group.targets}
-        return [self.targets[name] for name in self.targets if name in written]
+        written = _written_by(self.groups, self.targets)
+        return [written[name] for name in self.targets if name in written]
 
     def bytes_by_route(self) -> dict[tuple[Route, str], int]:
         """Bytes read by (route, reason)."""
@@ -288,16 +288,17 @@ def _groups(writes: Sequence[Write], conversions: Sequence[Conversion], targets:
 def _write_group(writes: list[Write], targets: Targets) -> Group:
     entry, first = writes[0].entry, writes[0].target
     names = (first,) if len(writes) == 1 else tuple(dict.fromkeys(write.target for write in writes))
-    cast = next((targets[name].dtype for name in names if targets[name].dtype is not entry.dtype), None)
+    final_dtypes = [targets[name].dtype for name in names]
+    casts = [dtype for dtype in final_dtypes if dtype is not entry.dtype]
     factors = {write.factor.entry.name: write.factor for write in writes if write.factor is not None}
     if factors:
         kinds = " and ".join(sorted({factor.entry.dtype.label for factor in factors.values()}))
-        reason = f"{entry.dtype.label} scaled by {kinds} to {targets[first].dtype.label}"
+        reason = f"{entry.dtype.label} scaled by {kinds} to {final_dtypes[0].label}"
         entries = (entry, *(factor.entry for factor in factors.values()))
         scratch = sum(factor.nbytes for factor in factors.values())
         return Group(first, Route.STREAMING, reason, entries, names, tuple(writes), scratch)
-    if cast is not None:
-        return Group(first, Route.STREAMING, _cast_reason(entry.dtype, cast), (entry,), names, tuple(writes))
+    if casts:
+        return Group(first, Route.STREAMING, _cast_reason(entry.dtype, casts[0]), (entry,), names, tuple(writes))
     plain = len(writes) == 1 and writes[0].destination == View.whole(targets[first].shape)
     reason = "stored as it is used" if plain else "stored bytes fill a view"
     return Group(first, Route.DIRECT, reason, (entry,), names, tuple(writes))
@@ -327,27 +328,34 @@ def _in_file_order(entries: Iterable[Entry]) -> tuple[Entry, ...]:
 
 def _forecast(groups: Collection[Group], targets: Targets, window_bytes: int, live: Collection[str]) -> Forecast:
     moved = [group for group in groups if group.route not in _UNMOVED]
-    unmoved = {targets[name].name for group in groups if group.route in _UNMOVED for name in group.targets}
-    written = {targets[name].name for group in groups for name in group.targets}
-    on_disk = {name for name in written if targets[name].device == DISK}
+    unmoved = _written_by((group for group in groups if group.route in _UNMOVED), targets)
     by_device: Counter[str] = Counter()
     by_place: Counter[tuple[str, DType]] = Counter()
-    for name in written:
-        target = targets[name]
+    offloaded_bytes = 0
+    for name, target in _written_by(groups, targets).items():
         nbytes = target.nbytes
         by_device[target.device] += nbytes
-        if name not in live and name not in unmoved and name not in on_disk:
+        if name in unmoved:
+            continue
+        if target.device == DISK:
+            offloaded_bytes += nbytes
+        elif name not in live:
             by_place[target.device, target.dtype] += nbytes
-    final_bytes = by_device.total()
     return Forecast(
-        final_bytes=final_bytes,
+        final_bytes=by_device.total(),
         allocated_bytes_by_place=dict(by_place),
         window_bytes=window_bytes if moved or not groups else 0,
         scratch_bytes=_scratch_bytes(groups),
         read_bytes=sum(group.read_bytes for group in moved),
         final_bytes_by_device=dict(by_device),
-        offloaded_bytes=sum(targets[name].nbytes for name in on_disk - unmoved),
+        offloaded_bytes=offloaded_bytes,
     )
+
+
+def _written_by(groups: Iterable[Group], targets: Targets) -> dict[str, Target]:
+    """The targets that groups write to, by first name."""
+    written = (targets[name] for group in groups for name in group.targets)
+    return {target.name: target for target in written}
 
 
 def _scratch_bytes(groups: Iterable[Group]) -> int:

@@ -59,11 +59,11 @@ def is_stored_as_used(group: Group, target: Target) -> bool:
 
 
 def _stays_in_file(group: Group, checkpoint: Checkpoint, targets: Targets) -> bool:
-    if group.route is not Route.DIRECT:
+    target = targets[group.targets[0]]
+    if target.device != DISK or not is_stored_as_used(group, target):
         return False
-    target, shard = targets[group.targets[0]], checkpoint.shards[group.entries[0].shard]
-    can_be_opened = not shard.is_remote and shard.path.endswith(".safetensors")
-    return target.device == DISK and can_be_opened and is_stored_as_used(group, target)
+    shard = checkpoint.shards[group.entries[0].shard]
+    return not shard.is_remote and shard.path.endswith(".safetensors")
 
 
 def _obstacle(group: Group, targets: Targets, live: Collection[str]) -> str | None:

@@ -6,14 +6,15 @@ Buffers that are not persistent are no targets: their module makes them.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from math import prod
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from umem._types import DType
 from umem.errors import UnsupportedError
 
-__all__ = ["DISK", "Target", "Targets", "targets_of_module"]
+__all__ = ["DISK", "Place", "Target", "Targets", "places_of", "targets_of"]
 
 #: The place of a target that lies in a file and is read from there whenever it is used.
 DISK = "disk"
@@ -74,19 +75,59 @@ class Targets(Mapping[str, Target]):
         return len(self._targets)
 
 
-class _Module(Protocol):
-    def named_modules(self, *, remove_duplicate: bool) -> Iterable[tuple[str, Any]]: ...
+class Place(NamedTuple):
+    """Where a module keeps a tensor.
+
+    Attributes
+    ----------
+    name
+        The tensor's full name.
+    siblings, leaf
+        The mapping of its submodule that holds it, and its key there.
+    tensor
+        The tensor.
+    is_buffer, is_persistent
+        Whether it is a buffer, and one that checkpoints hold; all parameters are.
+    """
+
+    name: str
+    siblings: dict[str, Any]
+    leaf: str
+    tensor: Any
+    is_buffer: bool
+    is_persistent: bool
 
 
-def targets_of_module(
-    module: _Module, *, dtype: Callable[[str, DType], DType], device: Callable[[str, str], str]
+def places_of(module: Any) -> list[Place]:
+    """Every place of a `torch.nn.Module` that holds a tensor, in its order; what is shared comes under every name."""
+    places: list[Place] = []
+    _collect_places(module, "", places)
+    return places
+
+
+def _collect_places(module: Any, prefix: str, places: list[Place]) -> None:
+    parameters, buffers = module._parameters, module._buffers
+    for leaf, parameter in parameters.items():
+        if parameter is not None:
+            places.append(Place(prefix + leaf, parameters, leaf, parameter, is_buffer=False, is_persistent=True))
+    for leaf, buffer in buffers.items():
+        if buffer is not None:
+            is_persistent = leaf not in module._non_persistent_buffers_set
+            places.append(Place(prefix + leaf, buffers, leaf, buffer, is_buffer=True, is_persistent=is_persistent))
+    for name, child in module._modules.items():
+        if child is not None:
+            _collect_places(child, f"{prefix}{name}.", places)
+
+
+def targets_of(
+    places: Iterable[Place], *, dtype: Callable[[str, DType], DType], device: Callable[[str, str], str]
 ) -> Targets:
-    """The targets of `module`, in the order in which it lists them.
+    """The targets of a module, in the order in which it lists them.
 
     Parameters
     ----------
-    module
-        A `torch.nn.Module`; its tensors may be on the meta device.
+    places
+        The module's; its tensors may be on the meta device.
     dtype, device
         Given a name and what the module has there, the final dtype, and the device.
 
@@ -95,9 +136,11 @@ def targets_of_module(
     UnsupportedError
         A parameter is sharded (DTensor) or of another kind that is no plain storage.
     """
-    found: dict[int, Target] = {}
-    kept = []  # ids are unique only while their objects live
-    for name, tensor, is_buffer in _named_tensors(module):
+    found: dict[int, Target] = {}  # by id: the places keep the tensors alive
+    name_of_device = functools.cache(str)
+    for name, _, _, tensor, is_buffer, is_persistent in places:
+        if not is_persistent:
+            continue
         if hasattr(tensor, "placements"):
             raise UnsupportedError(
                 f"{name} is sharded over several devices (DTensor); load before distributing the model"
@@ -106,20 +149,9 @@ def targets_of_module(
         if known is not None:
             found[id(tensor)] = known._replace(aliases=(*known.aliases, name))
             continue
-        kept.append(tensor)
-        own_dtype = DType.from_torch(tensor.dtype)
-        target = Target(name, dtype(name, own_dtype), tuple(tensor.shape), device(name, str(tensor.device)), is_buffer)
-        found[id(tensor)] = target
+        final_dtype, final_device = (
+            dtype(name, DType.from_torch(tensor.dtype)),
+            device(name, name_of_device(tensor.device)),
+        )
+        found[id(tensor)] = Target(name, final_dtype, tuple(tensor.shape), final_device, is_buffer)
     return Targets(found.values())
-
-
-def _named_tensors(module: _Module) -> Iterator[tuple[str, Any, bool]]:
-    """Every parameter and persistent buffer with its full name, shared ones under each of their names."""
-    for prefix, submodule in module.named_modules(remove_duplicate=False):
-        dotted = f"{prefix}." if prefix else ""
-        for name, parameter in submodule._parameters.items():
-            if parameter is not None:
-                yield dotted + name, parameter, False
-        for name, buffer in submodule._buffers.items():
-            if buffer is not None and name not in submodule._non_persistent_buffers_set:
-                yield dotted + name, buffer, True

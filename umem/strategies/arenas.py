@@ -24,18 +24,19 @@ _LEAST_CONGRUENT_BYTES = 64 * 1024
 
 
 class Tenant(NamedTuple):
-    """A target for an arena; `start` is where its bytes begin in that shard, None where they are not stored as such."""
+    """A target for an arena, and its bytes; `start` is where they begin in that shard, None if not stored as such."""
 
     target: Target
+    nbytes: int
     shard: int
     start: int | None
 
 
 class Arena(NamedTuple):
-    """Targets, and the byte of the arena at which each begins."""
+    """Targets, and the bytes [start, end) of the arena that each takes."""
 
     nbytes: int
-    places: list[tuple[Target, int]]
+    places: list[tuple[Target, int, int]]
 
 
 class _Run(NamedTuple):
@@ -53,7 +54,7 @@ def arenas_of(tenants: Iterable[Tenant], alignments: Sequence[int]) -> Iterator[
     alignments
         By shard, the congruence of addresses and offsets that spares the reader a copy. Arenas begin at pages.
     """
-    used, places = 0, list[tuple[Target, int]]()
+    used, places = 0, list[tuple[Target, int, int]]()
     for run in _runs(tenants):
         begin = used + _gap(used, run, alignments)
         if places and begin + run.nbytes > ARENA_BYTES:
@@ -61,8 +62,8 @@ def arenas_of(tenants: Iterable[Tenant], alignments: Sequence[int]) -> Iterator[
             begin, places = _gap(0, run, alignments), []
         used = begin
         for tenant in run.tenants:
-            places.append((tenant.target, used))
-            used += tenant.target.nbytes
+            places.append((tenant.target, used, used + tenant.nbytes))
+            used += tenant.nbytes
     if places:
         yield Arena(used, places)
 
@@ -78,11 +79,11 @@ def _gap(used: int, run: _Run, alignments: Sequence[int]) -> int:
 def _runs(tenants: Iterable[Tenant]) -> Iterator[_Run]:
     nbytes, run = 0, list[Tenant]()
     for tenant in tenants:
-        if run and not (_follows(run[0], nbytes, tenant) and nbytes + tenant.target.nbytes <= ARENA_BYTES):
+        if run and not (_follows(run[0], nbytes, tenant) and nbytes + tenant.nbytes <= ARENA_BYTES):
             yield _Run(nbytes, run)
             nbytes, run = 0, []
         run.append(tenant)
-        nbytes += tenant.target.nbytes
+        nbytes += tenant.nbytes
     if run:
         yield _Run(nbytes, run)
 

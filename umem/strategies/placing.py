@@ -110,7 +110,8 @@ class FinalStorage:
                 if target.name in names and target.name not in seen:
                     seen.add(target.name)
                     entry = group.entries[0]
-                    yield Tenant(target, entry.shard, entry.start if is_stored_as_used(group, target) else None)
+                    start = entry.start if is_stored_as_used(group, target) else None
+                    yield Tenant(target, target.nbytes, entry.shard, start)
 
     def _on_disk(self, target: Target) -> Destination:
         if self._offload is None:

@@ -134,8 +134,8 @@ def allocate_arena(arena: Arena, *, huge_pages: bool | None) -> Iterator[Destina
     """Uninitialised storage for the targets of an arena; none is empty. Arguments as for `allocate`."""
     pages = _pages(arena.nbytes, huge=huge_pages)
     memory = memoryview(pages)
-    for target, start in arena.places:
-        yield Destination(target, _tensor(pages, target, start), Span(memory, start, start + target.nbytes))
+    for target, start, end in arena.places:
+        yield Destination(target, _tensor(pages, target, start), Span(memory, start, end))
 
 
 def _tensor(pages: mmap.mmap, target: Target, start: int) -> torch.Tensor:

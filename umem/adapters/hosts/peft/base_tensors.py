@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from umem.planning import Targets, targets_of_module
+from umem.planning import Targets, places_of, targets_of
 
 __all__ = ["BaseTensors", "named_tensors"]
 
@@ -25,8 +25,8 @@ class BaseTensors:
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self.targets: Targets = targets_of_module(
-            model, dtype=lambda _name, own: own, device=lambda _name, device: device
+        self.targets: Targets = targets_of(
+            places_of(model), dtype=lambda _name, own: own, device=lambda _name, device: device
         )
         named = dict(named_tensors(model))
         self.tensors = {name: named[name] for name in self.targets}

@@ -15,7 +15,7 @@ from umem.adapters.hosts.peft.merge_plan import MergePlan
 from umem.adapters.install import install, unfillable_buffers
 from umem.checkpoint import Checkpoint
 from umem.errors import KeyMismatchError, UnsupportedError
-from umem.planning import LoadPlan, Target, Targets, make_plan, targets_of_module
+from umem.planning import LoadPlan, Target, Targets, make_plan, places_of, targets_of
 from umem.session import LoadSession
 from umem.strategies.storage import torch_dtype
 
@@ -69,7 +69,11 @@ class AdapterLoad:
             live = {name: tensor for name, tensor in self._live.items() if name in filled}
             tensors = self._session.run(plan, convert=self._converter(peft_model), live=live)
             with self._session.phase("install"):
-                install(peft_model, plan.targets, {name: value for name, value in tensors.items() if name not in live})
+                install(
+                    places_of(peft_model),
+                    plan.targets,
+                    {name: value for name, value in tensors.items() if name not in live},
+                )
                 if self._config.inference_mode:
                     peft_model.eval()
         except BaseException:
@@ -106,7 +110,7 @@ class AdapterLoad:
         with self._session.phase("plan"):
             names = self._find_targets(peft_model)
             self._mapping = map_adapter(peft_model, self._adapter_name, self._checkpoint, self._targets, names)
-            unfillable = [name for name in unfillable_buffers(peft_model) if name not in names]
+            unfillable = [name for name in unfillable_buffers(places_of(peft_model)) if name not in names]
             if unfillable:
                 raise KeyMismatchError(missing=unfillable)
             mentioned = {self._targets[name].name for name in self._mapping.mentioned}
@@ -135,8 +139,8 @@ class AdapterLoad:
     def _find_targets(self, peft_model: Any) -> dict[str, str]:
         """Collect the adapter's targets beside the base model's; gives the latter's names by those in `peft_model`."""
         device = device_of_targets(peft_model)
-        injected = targets_of_module(
-            peft_model,
+        injected = targets_of(
+            places_of(peft_model),
             dtype=lambda _name, own: own,
             device=lambda name, own: device(name) if own == "meta" else own,
         )

@@ -28,7 +28,7 @@ from umem.adapters.hosts.transformers.renaming import Renamer, in_library_order
 from umem.adapters.layout import Layout, NotALayoutError, stored
 from umem.checkpoint.entries import Checkpoint, Entry
 from umem.errors import UnsupportedError
-from umem.planning.targets import DISK, Targets, targets_of_module
+from umem.planning.targets import DISK, Targets, places_of, targets_of
 from umem.planning.writes import Adaptation, Conversion
 from umem.strategies.storage import torch_dtype
 
@@ -90,7 +90,7 @@ class _Compiler:
         adaptation = self.adaptation._replace(
             may_lack=may_lack, ignored=tuple(sorted(ignored)), remarks=tuple(self.remarks)
         )
-        targets = targets_of_module(self.model, dtype=self.dtypes.get, device=lambda name, _own: self._device(name))
+        targets = targets_of(places_of(self.model), dtype=self.dtypes.get, device=lambda name, _own: self._device(name))
         return CompiledMapping(targets, adaptation, self.materialized, frozenset(self.unexpected.values()))
 
     # --- names -------------------------------------------------------------------------------------------------------
