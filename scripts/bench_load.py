@@ -1,9 +1,9 @@
 r"""Benchmarks loads: umem against plain reads of the same bytes and against its peers, each run in a fresh process.
 
-Each round runs every loader and the best plain reads once, in an order that turns from round to round, from a page
-cache that is counted to be cold (files evicted) or warm; runs that did not begin so are done anew. All tensors end in
-memory that the process owns, which is checked, and a digest taken after the time proves that they are equal. Results
-are medians, with ratios between runs of one round.
+Each round runs every loader and the best plain reads once, in another order each time, from a page cache that is
+counted to be cold (files evicted) or warm; runs that did not begin so are done anew. All tensors end in memory that the
+process owns, which is checked, and a digest taken after the time proves that they are equal. Results are medians, with
+ratios between runs of one round.
 
 Peers that are not installed are left out. All of them, beside umem[transformers]:
   pip install --no-deps fastsafetensors==0.5.0 runai-model-streamer==0.17.1 humanize flashpack==0.4.5 \
@@ -44,7 +44,7 @@ from umem.checkpoint import open_checkpoint
 from umem.errors import RunFailedError
 from umem.measurement.baselines import import_model_code
 from umem.measurement.digest import digest, tensors_of
-from umem.measurement.fresh import CheckedRun, Facts, run_checked, run_fresh, turned
+from umem.measurement.fresh import CheckedRun, Facts, run_checked, run_fresh, shuffled
 from umem.measurement.meter import measured, request_of_child
 from umem.measurement.page_cache import CACHES, shards_of
 from umem.measurement.provenance import installed_version, machine
@@ -165,9 +165,9 @@ def play_round(
     converted: Path | None = None,
 ) -> None:
     """One run more of each entrant, by cache, on each checkpoint; `series` and `left_out` take what comes of it."""
-    for cache in turned(list(entrants), number):
-        for checkpoint in turned(checkpoints, number):
-            for entrant in turned(entrants[cache], number):
+    for cache in shuffled(list(entrants), number):
+        for checkpoint in shuffled(checkpoints, number):
+            for entrant in shuffled(entrants[cache], number):
                 if f"{entrant.name} on {checkpoint.name}" not in left_out:
                     key = (checkpoint.name, cache, entrant.name)
                     mine = series.setdefault(key, new_series(key, entrant))
@@ -237,7 +237,7 @@ def best_raw_reads(checkpoint: Path, cache: str, configurations: Sequence[RawRea
     while len(files) > 1 and sum(path.stat().st_size for path in files[:-1]) >= TRIAL_BYTES:
         files.pop()
     for number in range(_TRIALS):
-        for read in turned(configurations, number):
+        for read in shuffled(configurations, number):
             request = {"raw": raw_facts(read), "most_bytes": TRIAL_BYTES}
             try:
                 facts, _ = run_checked([__file__], request, files=files, cache=cache)

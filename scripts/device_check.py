@@ -28,7 +28,7 @@ from xml.etree import ElementTree as ET
 
 from umem.errors import RunFailedError
 from umem.measurement.digest import digest
-from umem.measurement.fresh import run_fresh, turned
+from umem.measurement.fresh import run_fresh, shuffled
 from umem.measurement.meter import measured, request_of_child
 from umem.measurement.page_cache import prepare_cache, shards_of
 from umem.measurement.provenance import machine
@@ -209,7 +209,7 @@ def measure(checkpoint: Path, repeats: int, deadline_s: float) -> list[dict[str,
     names = loaders(checkpoint)
     runs: dict[tuple[str, str], list[dict[str, Any]]] = {(c, n): [] for c in ("cold", "warm") for n in names}
     for number in range(repeats):
-        for cache, loader in ((cache, name) for cache in ("cold", "warm") for name in turned(names, number)):
+        for cache, loader in ((cache, name) for cache in ("cold", "warm") for name in shuffled(names, number)):
             left_s = deadline_s - time.monotonic()
             if left_s < 30:
                 break

@@ -219,7 +219,7 @@ def _how_to_read(result: Mapping[str, Any]) -> list[str]:
     checked = f"counted in every run, {rejected} runs done anew" if all(counted) else "NOT counted: needs Linux 6.5"
     sources = {facts["peak_source"] for series in result["series"] for facts in series["runs"]}
     return [
-        f"Medians of {result['rounds']} rounds; each run a fresh process, the order turned from round to round.",
+        f"Medians of {result['rounds']} rounds; each run a fresh process, in another order each time.",
         f"{cache} ({checked}).",
         "To raw: seconds over those of the round's best plain read into fresh memory in 4 KiB pages. To umem: over",
         "those of umem's load to the same end state in that round, above 1 if umem is faster. Peak: beyond what was in",

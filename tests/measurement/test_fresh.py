@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise, permutations
 from pathlib import Path
 
 import pytest
 
 from umem.errors import RunFailedError
-from umem.measurement.fresh import run_fresh, turned
+from umem.measurement.fresh import run_fresh, shuffled
 from umem.measurement.page_cache import cached_fraction, is_as_wanted, prepare_cache
 from umem.measurement.sampling import ProcessSample, ProcessWatch, series_of
 
@@ -43,11 +44,12 @@ def test_what_goes_wrong_is_said(tmp_path: Path) -> None:
 
 
 def test_rounds_change_what_comes_first_and_what_comes_after_what() -> None:
-    rounds = [turned("abc", number) for number in range(6)]
-    assert {order[0] for order in rounds} == set("abc")
-    followers = {order[order.index("a") + 1] for order in rounds if order[-1] != "a"}
-    assert followers == {"b", "c"}
-    assert turned("", 3) == []
+    rounds = [shuffled("abcd", number) for number in range(24)]
+    assert all(sorted(order) == list("abcd") for order in rounds)
+    assert all(order == backwards[::-1] for order, backwards in zip(rounds[::2], rounds[1::2], strict=True))
+    assert {order[0] for order in rounds} == set("abcd")
+    assert {pair for order in rounds for pair in pairwise(order)} == set(permutations("abcd", 2))
+    assert shuffled("", 3) == []
 
 
 def test_a_process_is_watched_by_kind_until_it_ends(tmp_path: Path) -> None:

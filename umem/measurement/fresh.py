@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from umem.errors import RunFailedError
 from umem.measurement.cgroups import MemoryGroup, new_memory_group
 from umem.measurement.page_cache import is_as_wanted, prepare_cache
 
-__all__ = ["CheckedRun", "Facts", "Watch", "run_checked", "run_fresh", "turned"]
+__all__ = ["CheckedRun", "Facts", "Watch", "run_checked", "run_fresh", "shuffled"]
 
 _TRIES = 3
 _Item = TypeVar("_Item")
@@ -43,13 +44,14 @@ class CheckedRun(NamedTuple):
     rejected: list[float]
 
 
-def turned(items: Sequence[_Item], number: int) -> list[_Item]:
-    """The items, begun with another one every other time and backwards in between.
+def shuffled(items: Sequence[_Item], number: int) -> list[_Item]:
+    """The items in the order of round `number`: another one every other time, and that backwards in between.
 
-    What ran just before decides which memory is warm, so no item should always come after the same one.
+    What ran just before decides how much memory lies ready, so no item should always come after the same one. Rounds
+    of the same number have the same order everywhere.
     """
-    first = number // 2 % len(items) if items else 0
-    order = [*items[first:], *items[:first]]
+    order = list(items)
+    random.Random(number // 2).shuffle(order)  # noqa: S311 - an order, no secret
     return order[::-1] if number % 2 else order
 
 

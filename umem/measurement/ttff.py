@@ -20,7 +20,7 @@ from umem.checkpoint.mounts import file_system_of
 from umem.errors import CheckpointNotFoundError, ConfigError, RunFailedError, UnsupportedError
 from umem.measurement.baselines import BASELINES, MODEL_LOADERS, check_installed
 from umem.measurement.first_forward import PROGRAM
-from umem.measurement.fresh import Facts, run_checked, run_fresh, turned
+from umem.measurement.fresh import Facts, run_checked, run_fresh, shuffled
 from umem.measurement.page_cache import CACHES
 from umem.measurement.provenance import installed_version, machine
 from umem.measurement.sampling import ProcessWatch, series_of
@@ -95,8 +95,8 @@ def measure(wanted: Measurement, say: Callable[[str], None] = lambda _line: None
     directory, files = _located(wanted.checkpoint)
     runs = _Runs(wanted, directory, files, say)
     for number in range(wanted.repeats):
-        for cache in turned(list(wanted.caches), number):
-            for loader in turned(wanted.loaders, number):
+        for cache in shuffled(list(wanted.caches), number):
+            for loader in shuffled(wanted.loaders, number):
                 runs.add(loader, cache, number)
     return runs.result()
 
