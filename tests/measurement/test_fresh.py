@@ -35,6 +35,7 @@ def test_what_goes_wrong_is_said(tmp_path: Path) -> None:
     cases = [
         ("raise ValueError('of all things')", None, "ValueError: of all things"),
         ("sys.exit(3)", None, "exit status 3"),
+        ("raise ValueError('too large\\n  what to do')", None, "^ValueError: too large$"),
         ("import os; os.kill(os.getpid(), 9)", None, "memory is out"),
         ("time.sleep(60)", 0.5, "not done after"),
     ]

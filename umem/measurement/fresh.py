@@ -122,10 +122,15 @@ def run_fresh(
     if process.returncode == -signal.SIGKILL:
         raise RunFailedError("killed, as the kernel does when memory is out")
     if process.returncode != 0:
-        said = complaints.strip().splitlines() or [f"exit status {process.returncode}"]
-        raise RunFailedError(said[-1])
+        raise RunFailedError(_last_words(complaints) or f"exit status {process.returncode}")
     facts: Facts = json.loads(output.splitlines()[-1])
     return facts
+
+
+def _last_words(complaints: str) -> str:
+    """The last line that is no continuation of another: of a traceback, the error and the first line of its message."""
+    lines = [line for line in complaints.splitlines() if line.strip() and not line[0].isspace()]
+    return lines[-1] if lines else complaints.strip()
 
 
 @contextlib.contextmanager
