@@ -190,6 +190,13 @@ def test_a_failure_half_way_from_meta_leaves_meta(tmp_path: Path, monkeypatch: p
     gc.collect()
 
 
+def test_what_is_no_dtype_is_refused(tmp_path: Path) -> None:
+    write_safetensors(tmp_path / "m.safetensors", {"a": random_tensor((3,))})
+    for wanted in ("bf17", ["bfloat16"]):
+        with pytest.raises(ConfigError, match="is no dtype that a checkpoint can hold"):
+            umem.load_into(Holder({"a": torch.empty(3, device="meta")}), tmp_path, device="cpu", dtype=wanted)  # type: ignore[arg-type]
+
+
 def test_sharded_parameters_are_refused(tmp_path: Path) -> None:
     write_safetensors(tmp_path / "m.safetensors", {"a": random_tensor((3,))})
     module = Holder({"a": torch.empty(3)})

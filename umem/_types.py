@@ -6,7 +6,6 @@ format (0.8) and complex128, which torch files can hold. Numerics (rounding, ran
 
 from __future__ import annotations
 
-import functools
 import re
 from enum import Enum
 
@@ -66,7 +65,6 @@ class DType(Enum):
         return (count * self.bits // 8,)
 
     @classmethod
-    @functools.cache
     def from_torch(cls, dtype: object) -> DType:
         """The table's row of a torch dtype, given as the dtype itself or its name; `ConfigError` if there is none."""
         name = str(dtype).removeprefix("torch.")

@@ -201,6 +201,13 @@ def test_buffers_that_are_not_persistent_are_no_targets() -> None:
     assert not targets["weight"].is_buffer
 
 
+def test_a_conversion_that_fills_nothing_is_planned(tmp_path: Path) -> None:
+    checkpoint = checkpoint_of(tmp_path, {"a": random_tensor((2,))})
+    adaptation = Adaptation([], [Conversion("c", (checkpoint.entries["a"],), (), "its owner does")], [], [])
+    (group,) = plan_of(checkpoint, Targets([]), adaptation).groups
+    assert (group.route, group.targets) == (Route.MATERIALIZED, ())
+
+
 def test_elements_left_out_by_an_adapter(tmp_path: Path) -> None:
     checkpoint = checkpoint_of(tmp_path, {"a": random_tensor((2, 3)), "b": random_tensor((2, 3))})
     parts = [stored(checkpoint.entries[name]) for name in "ab"]

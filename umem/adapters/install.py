@@ -34,10 +34,10 @@ def install(places: Iterable[Place], targets: Targets, tensors: Mapping[str, tor
     by_name = {place.name: place for place in places}
     for name, tensor in tensors.items():
         target = targets[name]
-        first = by_name[target.name]
         value = tensor
         if not target.is_buffer:
-            value = torch.nn.Parameter(tensor, first.tensor.requires_grad and tensor.is_floating_point())
-        first.siblings[first.leaf] = value
-        for alias in target.aliases:
-            by_name[alias].siblings[by_name[alias].leaf] = value
+            wants_gradient = by_name[target.name].tensor.requires_grad
+            value = torch.nn.Parameter(tensor, wants_gradient and tensor.is_floating_point())
+        for alias in (target.name, *target.aliases):
+            place = by_name[alias]
+            place.siblings[place.leaf] = value

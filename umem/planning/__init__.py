@@ -3,7 +3,7 @@
 from umem.planning.budget import Allowance, Budget, LargeBlocks, Limit, MemorySupply, Needs, Shortfall, budget_from
 from umem.planning.plan import Forecast, LoadPlan, make_plan
 from umem.planning.remedies import Circumstances, check_budget
-from umem.planning.targets import Target, Targets, places_of, targets_of
+from umem.planning.targets import Place, Target, Targets, places_of, targets_of
 from umem.planning.views import View
 from umem.planning.writes import Adaptation, Conversion, Group, Route, Write
 
@@ -20,6 +20,7 @@ __all__ = [
     "LoadPlan",
     "MemorySupply",
     "Needs",
+    "Place",
     "Route",
     "Shortfall",
     "Target",

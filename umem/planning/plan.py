@@ -113,7 +113,7 @@ class LoadPlan(Displayed):
     @property
     def filled(self) -> list[Target]:
         """The targets that the groups write to, each once, in the order of the model."""
-        written = _written_by(self.groups, self.targets)
+        written = self.targets.with_names(name for group in self.groups for name in group.targets)
         return [written[name] for name in self.targets if name in written]
 
     def bytes_by_route(self) -> dict[tuple[Route, str], int]:
@@ -207,7 +207,7 @@ def make_plan(
     writes, doubled = _without_doubles(adaptation.writes, targets)
     for write in writes:
         writes_of[targets[write.target].name].append(write)
-    converted = {targets[name].name for conversion in adaptation.conversions for name in conversion.targets}
+    converted = targets.with_names(name for conversion in adaptation.conversions for name in conversion.targets)
     mismatched = [ShapeMismatch(*facts) for facts in adaptation.mismatched]
     mismatched += _incompatible_dtypes(writes, targets)
     spoiled = {targets[mismatch.target].name for mismatch in mismatched if mismatch.target in targets}
@@ -328,11 +328,12 @@ def _in_file_order(entries: Iterable[Entry]) -> tuple[Entry, ...]:
 
 def _forecast(groups: Collection[Group], targets: Targets, window_bytes: int, live: Collection[str]) -> Forecast:
     moved = [group for group in groups if group.route not in _UNMOVED]
-    unmoved = _written_by((group for group in groups if group.route in _UNMOVED), targets)
+    unmoved = targets.with_names(name for group in groups if group.route in _UNMOVED for name in group.targets)
+    written = targets.with_names(name for group in groups for name in group.targets)
     by_device: Counter[str] = Counter()
     by_place: Counter[tuple[str, DType]] = Counter()
     offloaded_bytes = 0
-    for name, target in _written_by(groups, targets).items():
+    for name, target in written.items():
         nbytes = target.nbytes
         by_device[target.device] += nbytes
         if name in unmoved:
@@ -350,12 +351,6 @@ def _forecast(groups: Collection[Group], targets: Targets, window_bytes: int, li
         final_bytes_by_device=dict(by_device),
         offloaded_bytes=offloaded_bytes,
     )
-
-
-def _written_by(groups: Iterable[Group], targets: Targets) -> dict[str, Target]:
-    """The targets that groups write to, by first name."""
-    written = (targets[name] for group in groups for name in group.targets)
-    return {target.name: target for target in written}
 
 
 def _scratch_bytes(groups: Iterable[Group]) -> int:

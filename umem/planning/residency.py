@@ -59,6 +59,8 @@ def is_stored_as_used(group: Group, target: Target) -> bool:
 
 
 def _stays_in_file(group: Group, checkpoint: Checkpoint, targets: Targets) -> bool:
+    if group.route is not Route.DIRECT:  # conversions may have no targets
+        return False
     target = targets[group.targets[0]]
     if target.device != DISK or not is_stored_as_used(group, target):
         return False

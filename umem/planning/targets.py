@@ -74,6 +74,11 @@ class Targets(Mapping[str, Target]):
     def __len__(self) -> int:
         return len(self._targets)
 
+    def with_names(self, names: Iterable[str]) -> dict[str, Target]:
+        """The targets that have any of these names, each once, by first name. `KeyError` for a name of none."""
+        named = (self._names[name] for name in names)
+        return {target.name: target for target in named}
+
 
 class Place(NamedTuple):
     """Where a module keeps a tensor.
@@ -137,7 +142,7 @@ def targets_of(
         A parameter is sharded (DTensor) or of another kind that is no plain storage.
     """
     found: dict[int, Target] = {}  # by id: the places keep the tensors alive
-    name_of_device = functools.cache(str)
+    stored_dtype, name_of_device = functools.cache(DType.from_torch), functools.cache(str)
     for name, _, _, tensor, is_buffer, is_persistent in places:
         if not is_persistent:
             continue
@@ -149,9 +154,7 @@ def targets_of(
         if known is not None:
             found[id(tensor)] = known._replace(aliases=(*known.aliases, name))
             continue
-        final_dtype, final_device = (
-            dtype(name, DType.from_torch(tensor.dtype)),
-            device(name, name_of_device(tensor.device)),
-        )
+        final_dtype = dtype(name, stored_dtype(tensor.dtype))
+        final_device = device(name, name_of_device(tensor.device))
         found[id(tensor)] = Target(name, final_dtype, tuple(tensor.shape), final_device, is_buffer)
     return Targets(found.values())

@@ -63,7 +63,7 @@ class FinalStorage:
         """
         plan = self._plan
         blocks = (group for group in plan.groups if is_block_route(group.route))
-        written = {plan.targets[name].name for group in blocks for name in group.targets}
+        written = plan.targets.with_names(name for group in blocks for name in group.targets)
         fresh = [target for target in plan.filled if target.name in written and target.name not in live]
         self.huge_pages = huge_pages_pay(sum(target.nbytes for target in fresh if target.device == "cpu"))
         residues = self._residues()

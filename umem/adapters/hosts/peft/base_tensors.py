@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import torch
 
 from umem.planning import Targets, places_of, targets_of
 
-__all__ = ["BaseTensors", "named_tensors"]
+__all__ = ["BaseTensors"]
 
 
 class BaseTensors:
@@ -25,10 +25,9 @@ class BaseTensors:
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self.targets: Targets = targets_of(
-            places_of(model), dtype=lambda _name, own: own, device=lambda _name, device: device
-        )
-        named = dict(named_tensors(model))
+        places = places_of(model)
+        self.targets: Targets = targets_of(places, dtype=lambda _name, own: own, device=lambda _name, device: device)
+        named = {place.name: place.tensor for place in places}
         self.tensors = {name: named[name] for name in self.targets}
         self._names = {_place(tensor): name for name, tensor in named.items()}
         self._names.update({_place(tensor): name for name, tensor in self.tensors.items()})
@@ -43,12 +42,6 @@ class BaseTensors:
     def names_in(self, named: Mapping[str, torch.Tensor]) -> dict[str, str]:
         """The first names of the model's tensors, by those that they have in another module tree."""
         return {name: self.name_of(tensor) for name, tensor in named.items() if tensor in self}
-
-
-def named_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters and buffers, each under every name."""
-    yield from module.named_parameters(remove_duplicate=False)
-    yield from module.named_buffers(remove_duplicate=False)
 
 
 def _place(tensor: torch.Tensor) -> tuple[int, torch.Size, torch.dtype]:

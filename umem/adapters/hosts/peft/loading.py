@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from umem.adapters.hosts.peft.base_tensors import BaseTensors, named_tensors
+from umem.adapters.hosts.peft.base_tensors import BaseTensors
 from umem.adapters.hosts.peft.injection import ModuleTree, check_supported, device_of_targets, inject
 from umem.adapters.hosts.peft.mapping import AdapterMapping, map_adapter, peft_names
 from umem.adapters.hosts.peft.merge_plan import MergePlan
 from umem.adapters.install import install, unfillable_buffers
 from umem.checkpoint import Checkpoint
 from umem.errors import KeyMismatchError, UnsupportedError
-from umem.planning import LoadPlan, Target, Targets, make_plan, places_of, targets_of
+from umem.planning import LoadPlan, Place, Target, Targets, make_plan, places_of, targets_of
 from umem.session import LoadSession
 from umem.strategies.storage import torch_dtype
 
@@ -108,12 +108,13 @@ class AdapterLoad:
         with self._session.phase("build"):
             peft_model = inject(self._model, self._config, self._adapter_name, autocast=self._autocast)
         with self._session.phase("plan"):
-            names = self._find_targets(peft_model)
+            places = places_of(peft_model)
+            names = self._find_targets(peft_model, places)
             self._mapping = map_adapter(peft_model, self._adapter_name, self._checkpoint, self._targets, names)
-            unfillable = [name for name in unfillable_buffers(places_of(peft_model)) if name not in names]
+            unfillable = [name for name in unfillable_buffers(places) if name not in names]
             if unfillable:
                 raise KeyMismatchError(missing=unfillable)
-            mentioned = {self._targets[name].name for name in self._mapping.mentioned}
+            mentioned = self._targets.with_names(self._mapping.mentioned)
             wanted = [
                 target
                 for target in self._targets.values()
@@ -136,15 +137,15 @@ class AdapterLoad:
         groups = tuple(group._replace(scratch_bytes=min(group.scratch_bytes, room)) for group in plan.groups)
         return replace(plan, groups=groups)
 
-    def _find_targets(self, peft_model: Any) -> dict[str, str]:
+    def _find_targets(self, peft_model: Any, places: Sequence[Place]) -> dict[str, str]:
         """Collect the adapter's targets beside the base model's; gives the latter's names by those in `peft_model`."""
         device = device_of_targets(peft_model)
         injected = targets_of(
-            places_of(peft_model),
+            places,
             dtype=lambda _name, own: own,
             device=lambda name, own: device(name) if own == "meta" else own,
         )
-        named = dict(named_tensors(peft_model))
+        named = {place.name: place.tensor for place in places}
         own: list[Target] = [target for target in injected.values() if named[target.name] not in self._base]
         self._targets = Targets([*own, *self._base.targets.values()])
         self._live = {target.name: named[target.name] for target in own if not named[target.name].is_meta}

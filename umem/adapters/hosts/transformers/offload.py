@@ -74,7 +74,7 @@ class DiskOffload:
 
     def _new_file(self, folder: OffloadFolder) -> OffloadFile | None:
         groups = (group for group in self._plan.groups if group.writes and group.route is not Route.KEPT)
-        written = {self._plan.targets[name].name for group in groups for name in group.targets}
+        written = self._plan.targets.with_names(name for group in groups for name in group.targets)
         weights = [
             Weight(name, target.dtype, target.shape) for name, target in self._on_disk.items() if name in written
         ]
