@@ -103,7 +103,7 @@ def umem_stored(checkpoint: Path, reader: str) -> Load:
         place.register_parameter(leaf, torch.nn.Parameter(tensor, requires_grad=False))
 
     def load() -> tuple[Mapping[str, Any], Any]:
-        report = umem.load_into(module, checkpoint, device=DEVICE, config=umem.LoadConfig(reader=reader))
+        report = umem.load_into(module, checkpoint, device=DEVICE, settings=umem.LoadSettings(reader=reader))
         return module.state_dict(), report
 
     return load
@@ -133,8 +133,8 @@ def umem_model(checkpoint: Path, reader: str) -> Load:
     del transformers
 
     def load() -> tuple[Mapping[str, Any], Any]:
-        config = umem.LoadConfig(reader=reader)
-        model, report = umem.load(checkpoint, device=DEVICE, config=config, return_report=True)
+        settings = umem.LoadSettings(reader=reader)
+        model, report = umem.load(checkpoint, device=DEVICE, settings=settings, return_report=True)
         return model.state_dict(), report
 
     return load

@@ -234,15 +234,15 @@ def _load(drill: Drill, group: MemoryGroup, checkpoint: str, pipe: Connection, o
     """Runs in the loader: load when told to, and tell what came of it."""
     import umem
     from umem.checkpoint.readers import READERS
-    from umem.config import Thresholds
     from umem.errors import MemoryOverrunError
+    from umem.settings import Thresholds
 
     READERS["slow"] = _SlowReader(drill.load_bytes_per_s)
     expected = {name: _checksum(tensor) for name, tensor in load_file(checkpoint).items()}
-    config = umem.LoadConfig(window_bytes=WINDOW_BYTES, block_bytes=MIB, io_threads=2, reader="slow")
+    settings = umem.LoadSettings(window_bytes=WINDOW_BYTES, block_bytes=MIB, io_threads=2, reader="slow")
     if drill.disaster is Disaster.BUDGET:
         thresholds = Thresholds(floor_bytes=48 * MIB, soft_floor_bytes=56 * MIB)
-        config = config.with_changes(reserve_bytes=0, thresholds=thresholds)
+        settings = settings.with_changes(reserve_bytes=0, thresholds=thresholds)
     group.join()
     pipe.send("ready")
     pipe.recv()
@@ -250,7 +250,7 @@ def _load(drill: Drill, group: MemoryGroup, checkpoint: str, pipe: Connection, o
     before = _anonymous_bytes()
     facts: dict[str, Any]
     try:
-        report = umem.load_into(module, checkpoint, device="cpu", config=config)
+        report = umem.load_into(module, checkpoint, device="cpu", settings=settings)
         over.set()
         exact = {name: _checksum(tensor) for name, tensor in module.state_dict().items()} == expected
         facts = {"ended": "loaded", "exact": exact, "levels": [verdict.words for verdict in report.verdicts]}

@@ -19,12 +19,12 @@ from umem._types import DType
 from umem.adapters.families import by_name
 from umem.admission import Admission, Waiting
 from umem.checkpoint import open_checkpoint
-from umem.config import LoadConfig
 from umem.errors import InsufficientMemoryError
 from umem.machine import probe
 from umem.planning import LoadPlan, Target, Targets, make_plan
 from umem.probes import PlatformFacts, gather_facts
 from umem.reservations import Claim, Reservations
+from umem.settings import LoadSettings
 
 MIB, TIB = 1 << 20, 1 << 40
 
@@ -46,7 +46,7 @@ def small_plan(directory: Path) -> LoadPlan:
 
 def test_a_load_that_fits_is_let_in_and_claims_what_it_will_take(tmp_path: Path, facts: PlatformFacts) -> None:
     plan, reservations = small_plan(tmp_path), Reservations(tmp_path)
-    with Admission.of(plan, facts, LoadConfig(), reservations=reservations) as admission:
+    with Admission.of(plan, facts, LoadSettings(), reservations=reservations) as admission:
         assert [claim.memory_bytes for claim in reservations.others()] == [plan.forecast.peak_bytes]
         admission.taken(0.5)
         assert [claim.memory_bytes for claim in reservations.others()] == [plan.forecast.peak_bytes - 2000]
@@ -58,9 +58,9 @@ def test_what_another_load_will_take_is_not_there(tmp_path: Path, facts: Platfor
     other = reservations.reserve(Claim(memory_bytes=TIB))
     assert other is not None
     with pytest.raises(InsufficientMemoryError, match=r"1\.00 TiB that another load will take"):
-        Admission.of(plan, facts, LoadConfig(), reservations=reservations)
+        Admission.of(plan, facts, LoadSettings(), reservations=reservations)
     other.release()
-    with Admission.of(plan, facts, LoadConfig(), reservations=reservations):
+    with Admission.of(plan, facts, LoadSettings(), reservations=reservations):
         pass
 
 
@@ -75,7 +75,7 @@ def test_a_load_waits_until_it_fits(tmp_path: Path, facts: PlatformFacts) -> Non
         if len(seen) == 2:
             other.release()
 
-    with Admission.of(plan, facts, LoadConfig(wait_for_memory_s=60), waiting=follow, reservations=reservations):
+    with Admission.of(plan, facts, LoadSettings(wait_for_memory_s=60), waiting=follow, reservations=reservations):
         assert len(seen) == 2
     assert (seen[0].needed_bytes, seen[0].available_bytes, seen[0].wait_s) == (plan.forecast.peak_bytes, 0, 60)
 
@@ -88,7 +88,7 @@ def test_waiting_ends(tmp_path: Path, facts: PlatformFacts) -> None:
         Admission.of(
             small_plan(tmp_path),
             facts,
-            LoadConfig(wait_for_memory_s=0.7),
+            LoadSettings(wait_for_memory_s=0.7),
             waiting=seen.append,
             reservations=reservations,
         )
@@ -102,10 +102,10 @@ def test_what_waiting_cannot_change_is_refused_at_once(
     tmp_path: Path, facts: PlatformFacts, budget: int | None
 ) -> None:
     plan = small_plan(tmp_path) if budget else plan_of(write_sparse(tmp_path / "x.safetensors", 2 * TIB))
-    config = LoadConfig(wait_for_memory_s=3600, memory_budget_bytes=budget)
+    settings = LoadSettings(wait_for_memory_s=3600, memory_budget_bytes=budget)
     seen: list[Waiting] = []
     with pytest.raises(InsufficientMemoryError):
-        Admission.of(plan, facts, config, waiting=seen.append, reservations=Reservations(tmp_path))
+        Admission.of(plan, facts, settings, waiting=seen.append, reservations=Reservations(tmp_path))
     assert seen == []
 
 
@@ -114,7 +114,7 @@ import sys
 from pathlib import Path
 from tests.test_admission import plan_of
 from umem.admission import Admission
-from umem.config import LoadConfig
+from umem.settings import LoadSettings
 from umem.errors import InsufficientMemoryError
 from umem.probes import gather_facts
 from umem.reservations import Reservations
@@ -122,7 +122,7 @@ plan, facts = plan_of(Path(sys.argv[1])), gather_facts("cpu")
 print("ready", flush=True)
 sys.stdin.readline()
 try:
-    with Admission.of(plan, facts, LoadConfig(), reservations=Reservations(Path(sys.argv[2]))):
+    with Admission.of(plan, facts, LoadSettings(), reservations=Reservations(Path(sys.argv[2]))):
         print("in", flush=True)
         sys.stdin.readline()
 except InsufficientMemoryError as error:
@@ -173,8 +173,8 @@ def test_a_claim_shrinks_while_the_load_goes_on(tmp_path: Path, monkeypatch: pyt
     def follow(_: object) -> None:
         seen.extend(claim.memory_bytes for claim in Reservations(tmp_path / "umem").others())
 
-    config = LoadConfig(window_bytes=16 * MIB, block_bytes=MIB)
-    load_into(module_of(count), path, device="cpu", config=config, progress=follow)
+    settings = LoadSettings(window_bytes=16 * MIB, block_bytes=MIB)
+    load_into(module_of(count), path, device="cpu", settings=settings, progress=follow)
     assert seen == sorted(seen, reverse=True)
     assert seen[-1] == 16 * MIB
     assert Reservations(tmp_path / "umem").others() == []
@@ -198,10 +198,10 @@ def counters():
 
 module = torch.nn.Module()
 module.register_parameter("a", torch.nn.Parameter(torch.empty(64 << 20, device="meta")))
-config = umem.LoadConfig(memory_budget_bytes=64 << 20) if sys.argv[2] == "budget" else None
+settings = umem.LoadSettings(memory_budget_bytes=64 << 20) if sys.argv[2] == "budget" else None
 before = counters()
 try:
-    umem.load_into(module, sys.argv[1], device="cpu", config=config)
+    umem.load_into(module, sys.argv[1], device="cpu", settings=settings)
 except umem.UmemError as error:
     after = counters()
     facts = [type(error).__name__, after["rchar"] - before["rchar"], cached_bytes_of_files([sys.argv[1]]),
@@ -252,11 +252,11 @@ def test_an_interrupt_while_waiting_is_clean(tmp_path: Path) -> None:
     path = write_safetensors(tmp_path / "x.safetensors", {"a": random_tensor((1000,))})
     code = (
         "import sys, torch, umem\nfrom umem.cli import main\nimport umem.api\n"
-        "def load(path, *, config, progress, **_):\n"
+        "def load(path, *, settings, progress, **_):\n"
         "    module = torch.nn.Module()\n"
         "    module.register_parameter('a', torch.nn.Parameter(torch.empty(1000, device='meta')))\n"
         "    def say(now):\n        print(now.waiting, flush=True)\n"
-        "    umem.load_into(module, path, device='cpu', config=config, progress=say)\n"
+        "    umem.load_into(module, path, device='cpu', settings=settings, progress=say)\n"
         "umem.api.load = load\n"
         f"sys.argv = ['umem', 'load', {str(path)!r}, '--wait-for-memory', '5min']\nmain()\n"
     )

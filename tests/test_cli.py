@@ -219,7 +219,7 @@ def test_watch_says_each_change_of_pace_on_a_pipe(tmp_path: Path) -> None:
     config = "umem.Thresholds(floor_bytes=0, soft_floor_bytes=1 << 60)"
     code = (
         "import umem, umem.cli, sys\n"
-        f"umem.cli.config_from_environment = lambda: umem.LoadConfig(thresholds={config})\n"
+        f"umem.cli.settings_from_environment = lambda: umem.LoadSettings(thresholds={config})\n"
         "sys.argv[0] = 'umem'\n"
         "umem.cli.main()"
     )

@@ -32,8 +32,8 @@ def progress(now):
         if trouble == "interpreter":
             ctypes.PyDLL(None).sleep(60)
 module = Holder({name: torch.empty(4 * 2**20) for name in "abcd"})
-config = umem.LoadConfig(guard=True, window_bytes=16 << 20, block_bytes=1 << 20)
-umem.load_into(module, path, device="cpu", config=config, progress=progress)
+settings = umem.LoadSettings(guard=True, window_bytes=16 << 20, block_bytes=1 << 20)
+umem.load_into(module, path, device="cpu", settings=settings, progress=progress)
 print(open("/proc/self/oom_score_adj").read().strip(), flush=True)
 """
 

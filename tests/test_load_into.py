@@ -11,13 +11,13 @@ import torch
 
 import umem
 from tests.writers import Holder, random_tensor, same_bytes, write_safetensors
-from umem import LoadConfig
+from umem import LoadSettings
 from umem.errors import (
-    ConfigError,
     InsufficientMemoryError,
     KeyMismatchError,
     MemoryOverrunError,
     ReadError,
+    SettingsError,
     UnsupportedError,
 )
 
@@ -108,7 +108,7 @@ def test_key_mapping(tmp_path: Path) -> None:
 @pytest.mark.parametrize("mapping", [{"(": ""}, {r"^.$": "same"}], ids=["no expression", "two to one"])
 def test_a_key_mapping_that_makes_no_sense(tmp_path: Path, mapping: dict[str, str]) -> None:
     write_safetensors(tmp_path / "m.safetensors", {"a": random_tensor((3,)), "b": random_tensor((3,))})
-    with pytest.raises(ConfigError, match="key_mapping"):
+    with pytest.raises(SettingsError, match="key_mapping"):
         umem.load_into(Holder({"same": torch.empty(3)}), tmp_path, device="cpu", key_mapping=mapping)
 
 
@@ -140,7 +140,7 @@ def test_refusals_leave_the_module_alone(tmp_path: Path) -> None:
         (
             InsufficientMemoryError,
             lambda: umem.load_into(
-                module, tmp_path, device="cpu", allow_missing=["b"], config=LoadConfig(memory_budget_bytes=1000)
+                module, tmp_path, device="cpu", allow_missing=["b"], settings=LoadSettings(memory_budget_bytes=1000)
             ),
         ),
     ]
@@ -193,7 +193,7 @@ def test_a_failure_half_way_from_meta_leaves_meta(tmp_path: Path, monkeypatch: p
 def test_what_is_no_dtype_is_refused(tmp_path: Path) -> None:
     write_safetensors(tmp_path / "m.safetensors", {"a": random_tensor((3,))})
     for wanted in ("bf17", ["bfloat16"]):
-        with pytest.raises(ConfigError, match="is no dtype that a checkpoint can hold"):
+        with pytest.raises(SettingsError, match="is no dtype that a checkpoint can hold"):
             umem.load_into(Holder({"a": torch.empty(3, device="meta")}), tmp_path, device="cpu", dtype=wanted)  # type: ignore[arg-type]
 
 
@@ -230,17 +230,17 @@ def test_an_overrun_leaves_meta_as_it_was_and_names_what_it_spoiled(tmp_path: Pa
     tensors = {name: random_tensor((512, 1024)) for name in ("a", "b")}
     path = write_safetensors(tmp_path / "x.safetensors", tensors)
     nothing_is_enough = umem.Thresholds(floor_bytes=1 << 60, soft_floor_bytes=1 << 60)
-    config = umem.LoadConfig(thresholds=nothing_is_enough)
+    settings = umem.LoadSettings(thresholds=nothing_is_enough)
     meta = Holder(tensors)
     with pytest.raises(MemoryOverrunError, match="left of MemAvailable, the floor is") as caught:
-        umem.load_into(meta, path, device="cpu", config=config)
+        umem.load_into(meta, path, device="cpu", settings=settings)
     assert all(parameter.is_meta for parameter in meta.parameters())
     assert (caught.value.rule, caught.value.spoiled) == ("floor", ())
     assert isinstance(caught.value, MemoryError)
     assert caught.value.value in [sample["available_bytes"] for sample in caught.value.series]
     live = Holder(tensors, device="cpu")
     with pytest.raises(MemoryOverrunError) as caught:
-        umem.load_into(live, path, device="cpu", config=config)
+        umem.load_into(live, path, device="cpu", settings=settings)
     assert caught.value.spoiled == ()  # it was over before a byte was written
     umem.load_into(meta, path, device="cpu")
     assert all(same_bytes(parameter, tensors[name]) for name, parameter in meta.named_parameters())

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 import umem
-from umem.config import LoadConfig
 from umem.errors import SnapshotError
 from umem.reservations import Claim, Reservations
+from umem.settings import LoadSettings
 
 
 def test_this_machine_saved_and_read_again(tmp_path: Path) -> None:
@@ -54,7 +54,7 @@ def test_the_claims_of_other_loads_are_part_of_it(tmp_path: Path) -> None:
 def test_settings_change_the_budget_of_a_saved_machine(tmp_path: Path) -> None:
     path = tmp_path / "here.json"
     umem.probe(device="cpu").save(path)
-    capped = umem.MachineSnapshot.load(path, LoadConfig(memory_budget_bytes=1000))
+    capped = umem.MachineSnapshot.load(path, LoadSettings(memory_budget_bytes=1000))
     assert (capped.budget.available_bytes, capped.budget.source) == (1000, "the memory budget that was set")
 
 

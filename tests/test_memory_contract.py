@@ -29,7 +29,7 @@ path, used, peak = sys.argv[1:]
 umem.plan(path, device="cpu")
 Path(peak).write_text("0")
 base = int(Path(used).read_text())
-model, report = umem.load(path, device="cpu", return_report=True, config=umem.LoadConfig(reader=READER), SETTINGS)
+model, report = umem.load(path, device="cpu", return_report=True, settings=umem.LoadSettings(reader=READER), SETTINGS)
 print(json.dumps([int(Path(peak).read_text()) - base, report.plan.forecast.peak_bytes, report.plan.forecast.final_bytes,
                   report.measured_peak_bytes]))
 """

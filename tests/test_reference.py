@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 import umem
 from umem import cli
-from umem.config import _VARIABLES
+from umem.settings import _VARIABLES
 
 ROOT = Path(__file__).resolve().parent.parent
 REFERENCE = ROOT / "docs" / "reference"

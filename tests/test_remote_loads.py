@@ -83,8 +83,8 @@ def test_torch_files(tmp_path: Path, server: FileServer) -> None:
 def test_requests_are_large_and_as_many_at_once_as_the_window_has_room_for(tmp_path: Path, server: FileServer) -> None:
     save_file(TENSORS, tmp_path / "model.safetensors")
     server.fault = Fault(silent_s=0.5, times=None)
-    config = umem.LoadConfig(window_bytes=24 * MIB, block_bytes=2 * MIB)
-    report = umem.load_into(Holder(TENSORS), server.url, device="cpu", config=config)
+    settings = umem.LoadSettings(window_bytes=24 * MIB, block_bytes=2 * MIB)
+    report = umem.load_into(Holder(TENSORS), server.url, device="cpu", settings=settings)
     reads = [(first, last) for _, first, last in server.requests if first >= server.sound_bytes]
     assert len(reads) <= 1 + sum(tensor.nbytes for tensor in TENSORS.values()) / (2 * MIB)
     assert server.most_in_flight == 8
@@ -100,7 +100,7 @@ url, size = sys.argv[1], int(sys.argv[2])
 if url.startswith("memory"):
     fsspec.filesystem("memory").pipe_file("/models/model.safetensors", open(sys.argv[3], "rb").read())
 module = Holder({"t": torch.empty(size)})
-report = umem.load_into(module, url, device="cpu", config=umem.LoadConfig(sample_interval_s=0.005))
+report = umem.load_into(module, url, device="cpu", settings=umem.LoadSettings(sample_interval_s=0.005))
 print(json.dumps([report.measured_peak_bytes, report.plan.forecast.peak_bytes, report.plan.forecast.final_bytes]))
 """
 

@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from umem.adapters.rules import Rule
     from umem.api import load, load_adapter, load_into, plan, probe
-    from umem.config import LoadConfig, Thresholds
     from umem.errors import UmemError
     from umem.machine import MachineSnapshot
     from umem.planning import LoadPlan
     from umem.report import LoadReport
     from umem.report.progress import tqdm_progress
+    from umem.settings import LoadSettings, Thresholds
 
 __all__ = [
-    "LoadConfig",
     "LoadPlan",
     "LoadReport",
+    "LoadSettings",
     "MachineSnapshot",
     "Rule",
     "Thresholds",
@@ -36,12 +36,12 @@ __all__ = [
 __version__ = "0.1.0"
 
 _PLACES = {
-    "LoadConfig": "umem.config",
+    "LoadSettings": "umem.settings",
     "LoadPlan": "umem.planning",
     "LoadReport": "umem.report",
     "MachineSnapshot": "umem.machine",
     "Rule": "umem.adapters.rules",
-    "Thresholds": "umem.config",
+    "Thresholds": "umem.settings",
     "UmemError": "umem.errors",
     "load": "umem.api",
     "load_adapter": "umem.api",

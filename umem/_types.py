@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from enum import Enum
 
-from umem.errors import ConfigError
+from umem.errors import SettingsError
 
 __all__ = ["DType", "format_bytes", "parse_bytes", "parse_seconds"]
 
@@ -66,13 +66,13 @@ class DType(Enum):
 
     @classmethod
     def from_torch(cls, dtype: object) -> DType:
-        """The table's row of a torch dtype, given as the dtype itself or its name; `ConfigError` if there is none."""
+        """The table's row of a torch dtype, given as the dtype itself or its name; `SettingsError` if there is none."""
         name = str(dtype).removeprefix("torch.")
         try:
             return _BY_TORCH_NAME[name]
         except KeyError:
             known = ", ".join(sorted(_BY_TORCH_NAME))
-            raise ConfigError(f"{dtype} is no dtype that a checkpoint can hold; known: {known}") from None
+            raise SettingsError(f"{dtype} is no dtype that a checkpoint can hold; known: {known}") from None
 
 
 _BY_TORCH_NAME = {dtype.torch_name: dtype for dtype in DType if dtype.torch_name is not None}
@@ -96,20 +96,20 @@ def format_bytes(count: float | None) -> str:
 
 
 def parse_bytes(text: str | int) -> int:
-    """Bytes from `20GiB`, `512 MB`, `1.5T` or a plain number; every unit is binary. `ConfigError` if it is none."""
+    """Bytes from `20GiB`, `512 MB`, `1.5T` or a plain number; every unit is binary. `SettingsError` if it is none."""
     if isinstance(text, int):
         return text
     match = _SIZE.match(text)
     if match is None:
-        raise ConfigError(f"{text!r} is no size in bytes; write it like 20GiB, 512MiB or 1073741824")
+        raise SettingsError(f"{text!r} is no size in bytes; write it like 20GiB, 512MiB or 1073741824")
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
 def parse_seconds(text: str | float) -> float:
-    """Seconds from `60s`, `2min`, `1.5h` or a plain number of seconds; `ConfigError` if it is none."""
+    """Seconds from `60s`, `2min`, `1.5h` or a plain number of seconds; `SettingsError` if it is none."""
     if isinstance(text, int | float):
         return float(text)
     match = _TIME.match(text)
     if match is None:
-        raise ConfigError(f"{text!r} is no time; write it like 60s, 5min or 90")
+        raise SettingsError(f"{text!r} is no time; write it like 60s, 5min or 90")
     return float(match[1]) * _SECONDS[(match[2] or "").lower()]

@@ -11,12 +11,12 @@ from dataclasses import replace
 from types import TracebackType
 from typing import NamedTuple, Self
 
-from umem.config import LoadConfig
 from umem.errors import ProcessMemory, Remedy
 from umem.machine import MachineSnapshot, device_key, probe
 from umem.planning import Circumstances, Limit, LoadPlan, Shortfall, check_budget
 from umem.probes import PlatformClass, PlatformFacts, biggest_processes, device_processes, processes_in_group
 from umem.reservations import Claim, Reservation, Reservations
+from umem.settings import LoadSettings
 
 __all__ = ["Admission", "Tried", "Waiting", "circumstances", "refuse_unless_fitting"]
 
@@ -58,13 +58,13 @@ class Admission:
         cls,
         plan: LoadPlan,
         facts: PlatformFacts,
-        config: LoadConfig,
+        settings: LoadSettings,
         *,
         waiting: Callable[[Waiting], None] | None = None,
         reservations: Reservations | None = None,
         tried: Tried = lambda _: (),
     ) -> Self:
-        """Let the load in when it fits, for which it may wait `config.wait_for_memory_s`.
+        """Let the load in when it fits, for which it may wait `settings.wait_for_memory_s`.
 
         Parameters
         ----------
@@ -82,18 +82,18 @@ class Admission:
         started_s = time.monotonic()
         while True:
             with reservations.exclusive():
-                machine = probe(facts=facts, config=config, reservations=reservations)
+                machine = probe(facts=facts, settings=settings, reservations=reservations)
                 shortfall = machine.budget.shortfall_of(machine.budget.needs_of(plan))
                 if shortfall is None:
                     return cls(plan, machine, reservations.reserve(_claim(plan, machine, taken=0.0, placed=False)))
             waited_s = time.monotonic() - started_s
-            if waited_s >= config.wait_for_memory_s or not _may_change(shortfall, machine):
+            if waited_s >= settings.wait_for_memory_s or not _may_change(shortfall, machine):
                 refuse_unless_fitting(plan, machine, tried)
             if waiting is not None:
                 allowance = shortfall.allowance
                 sizes = shortfall.needed_bytes, allowance.available_bytes
-                waiting(Waiting(*sizes, allowance.source, waited_s, config.wait_for_memory_s))
-            time.sleep(min(_POLL_S, max(0.0, config.wait_for_memory_s - waited_s)))
+                waiting(Waiting(*sizes, allowance.source, waited_s, settings.wait_for_memory_s))
+            time.sleep(min(_POLL_S, max(0.0, settings.wait_for_memory_s - waited_s)))
 
     def __enter__(self) -> Self:
         return self

@@ -11,13 +11,13 @@ from umem._types import DType
 from umem.checkpoint import Checkpoint
 from umem.checkpoint.stores import store_of
 from umem.checkpoint.urls import plain_path
-from umem.config import LoadConfig
-from umem.errors import ConfigError, KeyMismatchError
+from umem.errors import KeyMismatchError, SettingsError
 from umem.machine import MachineSnapshot
 from umem.planning import Adaptation, LoadPlan, Target, Targets, make_plan, places_of, targets_of
 from umem.planning.keys import without
 from umem.report.model import LoadReport
 from umem.session import LoadSession, ProgressCallback, probe
+from umem.settings import LoadSettings
 
 if TYPE_CHECKING:
     import torch
@@ -45,7 +45,7 @@ def load(
     dtype: str | torch.dtype = "auto",
     allow_missing: Sequence[str] = (),
     allow_unexpected: Sequence[str] = (),
-    config: LoadConfig | None = None,
+    settings: LoadSettings | None = None,
     progress: ProgressCallback | None = None,
     return_report: bool = False,
     host: str = "transformers",
@@ -65,7 +65,7 @@ def load(
         Patterns (`score.*`) of parameters that the checkpoint may lack; the framework initialises them.
     allow_unexpected
         Patterns of stored tensors that may be left out.
-    config
+    settings
         Window, budget, threads; those of the environment where None.
     progress
         Called about ten times a second while bytes move; `umem.tqdm_progress()` shows a bar.
@@ -90,7 +90,7 @@ def load(
         A read failed, or memory ran short, on the way; everything is freed.
     """
     _check_dtype(dtype)
-    with LoadSession(device=str(device), config=config, progress=progress) as session:
+    with LoadSession(device=str(device), settings=settings, progress=progress) as session:
         model = _host(host).load_model(
             session,
             os.fspath(path_or_id),
@@ -109,7 +109,7 @@ def plan(
     dtype: str | torch.dtype = "auto",
     allow_missing: Sequence[str] = (),
     allow_unexpected: Sequence[str] = (),
-    config: LoadConfig | None = None,
+    settings: LoadSettings | None = None,
     machine: MachineSnapshot | None = None,
     host: str = "transformers",
     **host_settings: Any,
@@ -126,7 +126,7 @@ def plan(
         for hardware still asks the machine that plans.
     """
     _check_dtype(dtype)
-    with LoadSession(device=str(device), config=config, machine=machine) as session:
+    with LoadSession(device=str(device), settings=settings, machine=machine) as session:
         if _has_model_config(path_or_id):
             planned: LoadPlan = _host(host).plan_model(
                 session,
@@ -148,14 +148,14 @@ def plan(
             checkpoint,
             targets,
             by_name(checkpoint, targets),
-            window_bytes=session.config.window_bytes,
-            residency=session.config.residency,
+            window_bytes=session.settings.window_bytes,
+            residency=session.settings.residency,
         )
 
 
 def _check_dtype(dtype: str | torch.dtype) -> None:
     if dtype != "auto" and DType.from_torch(dtype).kind != "float":
-        raise ConfigError(f"dtype={dtype}: a model is loaded as auto, bfloat16, float16, float32 or float64")
+        raise SettingsError(f"dtype={dtype}: a model is loaded as auto, bfloat16, float16, float32 or float64")
 
 
 def _has_model_config(path_or_id: str | os.PathLike[str]) -> bool:
@@ -170,7 +170,7 @@ def _has_model_config(path_or_id: str | os.PathLike[str]) -> bool:
 
 def _host(name: str) -> Any:
     if name not in _HOSTS:
-        raise ConfigError(f"no host framework is called {name!r}; there are: {', '.join(sorted(_HOSTS))}")
+        raise SettingsError(f"no host framework is called {name!r}; there are: {', '.join(sorted(_HOSTS))}")
     return importlib.import_module(_HOSTS[name])
 
 
@@ -184,7 +184,7 @@ def load_into(
     rules: Sequence[Rule] = (),
     allow_missing: Sequence[str] = (),
     allow_unexpected: Sequence[str] = (),
-    config: LoadConfig | None = None,
+    settings: LoadSettings | None = None,
     progress: ProgressCallback | None = None,
 ) -> LoadReport:
     """Fill any module from a checkpoint: live tensors in place, tensors on the meta device with new storage.
@@ -202,7 +202,7 @@ def load_into(
         Regular expression -> replacement, applied to stored names in order.
     rules
         How stored tensors make targets of another layout (`umem.Rule`); held against the names after `key_mapping`.
-    allow_missing, allow_unexpected, config, progress
+    allow_missing, allow_unexpected, settings, progress
         As for `load`.
 
     Raises
@@ -217,7 +217,7 @@ def load_into(
     from umem.adapters.install import install, live_tensors, unfillable_buffers
     from umem.adapters.rules import apply_rules
 
-    with LoadSession(device=str(device), config=config, progress=progress) as session:
+    with LoadSession(device=str(device), settings=settings, progress=progress) as session:
         checkpoint = session.open(path_or_id)
         with session.phase("plan"):
             places = places_of(module)
@@ -237,11 +237,11 @@ def load_into(
                 checkpoint,
                 targets,
                 by_name(checkpoint, targets, key_mapping, taken=taken, adaptation=adaptation),
-                window_bytes=session.config.window_bytes,
+                window_bytes=session.settings.window_bytes,
                 live=live.keys(),
                 allow_missing=allow_missing,
                 allow_unexpected=allow_unexpected,
-                residency=session.config.residency,
+                residency=session.settings.residency,
             )
         filled = {target.name for target in load_plan.filled}
         tensors = session.run(load_plan, live={name: tensor for name, tensor in live.items() if name in filled})
@@ -261,7 +261,7 @@ def load_adapter(
     autocast_adapter_dtype: bool = ...,
     allow_unexpected: Sequence[str] = ...,
     revision: str | None = ...,
-    config: LoadConfig | None = ...,
+    settings: LoadSettings | None = ...,
     progress: ProgressCallback | None = ...,
     return_report: Literal[False] = ...,
 ) -> torch.nn.Module: ...
@@ -276,7 +276,7 @@ def load_adapter(
     autocast_adapter_dtype: bool = ...,
     allow_unexpected: Sequence[str] = ...,
     revision: str | None = ...,
-    config: LoadConfig | None = ...,
+    settings: LoadSettings | None = ...,
     progress: ProgressCallback | None = ...,
     return_report: Literal[True],
 ) -> tuple[torch.nn.Module, LoadReport]: ...
@@ -290,7 +290,7 @@ def load_adapter(
     autocast_adapter_dtype: bool = True,
     allow_unexpected: Sequence[str] = (),
     revision: str | None = None,
-    config: LoadConfig | None = None,
+    settings: LoadSettings | None = None,
     progress: ProgressCallback | None = None,
     return_report: bool = False,
 ) -> torch.nn.Module | tuple[torch.nn.Module, LoadReport]:
@@ -323,7 +323,7 @@ def load_adapter(
         As for peft: adapters for training keep their gradients; 16-bit adapters become fp32.
     allow_unexpected
         Patterns of stored tensors that may be left out.
-    config, progress, return_report
+    settings, progress, return_report
         As for `load`.
 
     Raises
@@ -337,7 +337,7 @@ def load_adapter(
         named in a note of the error and in its `spoiled`.
     """
     place = next((tensor.device for tensor in model.parameters() if not tensor.is_meta), "cpu")
-    with LoadSession(device=str(place), config=config, progress=progress) as session:
+    with LoadSession(device=str(place), settings=settings, progress=progress) as session:
         loaded: torch.nn.Module = importlib.import_module(_ADAPTER_HOST).load_adapter(
             session,
             model,

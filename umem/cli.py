@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, Self
 import typer
 
 from umem._types import format_bytes, parse_bytes, parse_seconds
-from umem.config import LoadConfig, config_from_environment
-from umem.errors import ConfigError, RunFailedError, UmemError
+from umem.errors import RunFailedError, SettingsError, UmemError
 from umem.measurement.page_cache import CACHES
+from umem.settings import LoadSettings, settings_from_environment
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -98,7 +98,7 @@ def load(
             dtype=dtype,
             allow_missing=allow_missing or (),
             allow_unexpected=allow_unexpected or (),
-            config=_config(window, memory_budget, reader, residency, wait_for_memory, guard=guard or None),
+            settings=_settings(window, memory_budget, reader, residency, wait_for_memory, guard=guard or None),
             progress=view.update,
             return_report=True,
             **_host_settings(revision, trust_remote_code, offload, offload_folder),
@@ -138,21 +138,21 @@ def plan(
     from umem.planning import check_budget
     from umem.report.table import plan_table, verdict_table
 
-    config = _config(window, memory_budget, reader, residency)
+    settings = _settings(window, memory_budget, reader, residency)
     if platform is not None and device != "auto":
         raise typer.BadParameter("the machine in --platform has a device already", param_hint="--device")
-    saved = None if platform is None else MachineSnapshot.load(platform, config)
+    saved = None if platform is None else MachineSnapshot.load(platform, settings)
     made = plan_load(
         checkpoint,
         device=device,
         dtype=dtype,
         allow_missing=allow_missing or (),
         allow_unexpected=allow_unexpected or (),
-        config=config,
+        settings=settings,
         machine=saved,
         **_host_settings(revision, trust_remote_code, offload, offload_folder),
     )
-    machine = saved or probe_machine(device=device, config=config)
+    machine = saved or probe_machine(device=device, settings=settings)
     budget = machine.budget
 
     def facts() -> dict[str, Any]:
@@ -214,7 +214,7 @@ def ttff(
     from umem.measurement.ttff import Measurement, measure
 
     if html is not None and (html.is_dir() or not html.resolve().parent.is_dir()):
-        raise ConfigError(f"--html {html}: give the name of a file in a directory that is there")
+        raise SettingsError(f"--html {html}: give the name of a file in a directory that is there")
     wanted = Measurement(
         checkpoint=checkpoint,
         device=device,
@@ -222,7 +222,7 @@ def ttff(
         baselines=tuple(baseline or ()),
         caches=tuple(cache or CACHES),
         repeats=repeats,
-        settings=_changed_settings(_config(window, memory_budget, reader, None)),
+        settings=_changed_settings(_settings(window, memory_budget, reader, None)),
     )
     result = measure(wanted, _say if sys.stderr.isatty() else lambda _line: None)
     if html is not None:
@@ -253,7 +253,7 @@ def main() -> NoReturn:
     sys.exit(status)
 
 
-def _config(
+def _settings(
     window: str | None,
     memory_budget: str | None,
     reader: str | None,
@@ -261,22 +261,22 @@ def _config(
     wait_for_memory: str | None = None,
     *,
     guard: bool | None = None,
-) -> LoadConfig:
-    config = config_from_environment().with_changes(reader=reader, residency=residency, guard=guard)
+) -> LoadSettings:
+    settings = settings_from_environment().with_changes(reader=reader, residency=residency, guard=guard)
     if window is not None:
-        config = replace(config, window_bytes=parse_bytes(window))
+        settings = replace(settings, window_bytes=parse_bytes(window))
     if memory_budget is not None:
-        config = replace(config, memory_budget_bytes=parse_bytes(memory_budget))
+        settings = replace(settings, memory_budget_bytes=parse_bytes(memory_budget))
     if wait_for_memory is not None:
-        config = replace(config, wait_for_memory_s=parse_seconds(wait_for_memory))
-    return config
+        settings = replace(settings, wait_for_memory_s=parse_seconds(wait_for_memory))
+    return settings
 
 
-def _changed_settings(config: LoadConfig) -> dict[str, Any]:
+def _changed_settings(settings: LoadSettings) -> dict[str, Any]:
     """What options changed of the environment's settings, for a process that has the same environment."""
-    base = config_from_environment()
+    base = settings_from_environment()
     names = ("window_bytes", "memory_budget_bytes", "reader")
-    return {name: getattr(config, name) for name in names if getattr(config, name) != getattr(base, name)}
+    return {name: getattr(settings, name) for name in names if getattr(settings, name) != getattr(base, name)}
 
 
 def _host_settings(

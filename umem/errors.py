@@ -16,7 +16,6 @@ __all__ = [
     "CheckpointFormatError",
     "CheckpointNotFoundError",
     "CompressedTensorError",
-    "ConfigError",
     "CoverageError",
     "DuplicateKeyError",
     "DuplicateTensorError",
@@ -40,6 +39,7 @@ __all__ = [
     "Remedy",
     "RemoteReadError",
     "RunFailedError",
+    "SettingsError",
     "ShapeMismatch",
     "ShardPathError",
     "SnapshotError",
@@ -67,7 +67,7 @@ class UmemError(Exception):
     spoiled: tuple[str, ...] = ()
 
 
-class ConfigError(UmemError, ValueError):
+class SettingsError(UmemError, ValueError):
     """A setting has no meaning; the message names the setting and what it takes."""
 
 

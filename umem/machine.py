@@ -15,7 +15,6 @@ from typing import Any, NamedTuple, Self
 
 from umem._display import Displayed
 from umem.checkpoint.pagecache import CachePolicy
-from umem.config import LoadConfig, config_from_environment
 from umem.errors import SnapshotError, UnsupportedError
 from umem.planning import Budget, LargeBlocks, MemorySupply, budget_from
 from umem.probes import (
@@ -30,6 +29,7 @@ from umem.probes import (
     read_device_memory,
 )
 from umem.reservations import Claim, Reservations
+from umem.settings import LoadSettings, settings_from_environment
 
 __all__ = ["MachineSnapshot", "Reading", "device_key", "facts_of", "probe"]
 
@@ -88,10 +88,10 @@ class MachineSnapshot(Displayed):
         reader = "odirect" if self.facts.kernel.system in (None, "Linux") else "buffered"
         return Reading(reader, _CACHE_POLICIES[self.platform.kind])
 
-    def with_settings(self, config: LoadConfig) -> Self:
+    def with_settings(self, settings: LoadSettings) -> Self:
         """The same machine with a budget by other settings."""
         supply = _supply(self.platform, self.memory, self.device_memory, self.others, self.facts)
-        budget = budget_from(supply, reserve_bytes=config.reserve_bytes, allowed_bytes=config.memory_budget_bytes)
+        budget = budget_from(supply, reserve_bytes=settings.reserve_bytes, allowed_bytes=settings.memory_budget_bytes)
         return replace(self, budget=budget)
 
     def to_json(self) -> dict[str, Any]:
@@ -115,8 +115,8 @@ class MachineSnapshot(Displayed):
         Path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n")
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str], config: LoadConfig | None = None) -> Self:
-        """The snapshot in a file, with a budget by `config`.
+    def load(cls, path: str | os.PathLike[str], settings: LoadSettings | None = None) -> Self:
+        """The snapshot in a file, with a budget by `settings`.
 
         Raises
         ------
@@ -134,12 +134,12 @@ class MachineSnapshot(Displayed):
         if saved.get("version") != _VERSION:
             raise SnapshotError(f"version {saved.get('version')} is not {_VERSION}", path=os.fspath(path))
         try:
-            return cls.from_json(saved, config)
+            return cls.from_json(saved, settings)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise SnapshotError(f"a part of it has another form ({error})", path=os.fspath(path)) from error
 
     @classmethod
-    def from_json(cls, saved: Mapping[str, Any], config: LoadConfig | None = None) -> Self:
+    def from_json(cls, saved: Mapping[str, Any], settings: LoadSettings | None = None) -> Self:
         """The snapshot that `to_json` gave, with its class and budget worked out anew."""
         facts = PlatformFacts.from_json(saved["facts"])
         other = saved.get("other_loads") or {}
@@ -151,7 +151,7 @@ class MachineSnapshot(Displayed):
             MemorySnapshot.from_json(saved["memory"]),
             DeviceMemory.from_json(saved.get("device_memory") or {}).checked(),
             others,
-            config or config_from_environment(),
+            settings or settings_from_environment(),
         )
 
     @classmethod
@@ -161,9 +161,9 @@ class MachineSnapshot(Displayed):
         memory: MemorySnapshot,
         device_memory: DeviceMemory,
         others: Sequence[Claim],
-        config: LoadConfig,
+        settings: LoadSettings,
     ) -> Self:
-        """The snapshot of these readings: their class, and a budget by `config`."""
+        """The snapshot of these readings: their class, and a budget by `settings`."""
         snapshot = cls(
             facts=facts,
             platform=classify(facts),
@@ -172,13 +172,13 @@ class MachineSnapshot(Displayed):
             others=tuple(others),
             budget=Budget(),
         )
-        return snapshot.with_settings(config)
+        return snapshot.with_settings(settings)
 
 
 def probe(
     *,
     device: str = "auto",
-    config: LoadConfig | None = None,
+    settings: LoadSettings | None = None,
     facts: PlatformFacts | None = None,
     reservations: Reservations | None = None,
 ) -> MachineSnapshot:
@@ -197,7 +197,7 @@ def probe(
     others = (reservations or Reservations.of_this_user()).others()
     with MemoryProbe() as memory_probe:
         memory = memory_probe.sample()
-    return MachineSnapshot.judged(facts, memory, device_memory, others, config or config_from_environment())
+    return MachineSnapshot.judged(facts, memory, device_memory, others, settings or settings_from_environment())
 
 
 def facts_of(device: str) -> PlatformFacts:

@@ -20,7 +20,6 @@ from umem.checkpoint import Checkpoint, open_checkpoint
 from umem.checkpoint.offload import OffloadFile
 from umem.checkpoint.pagecache import CachePolicy, cached_bytes_of_files
 from umem.checkpoint.readers import ReaderChoice, choose_readers
-from umem.config import LoadConfig, config_from_environment
 from umem.errors import MemoryOverrunError, UmemError
 from umem.garbage import full_collections_wait
 from umem.guard import Guard
@@ -40,6 +39,7 @@ from umem.probes import (
     processes_in_group,
 )
 from umem.report.model import LoadReport, Stopwatch
+from umem.settings import LoadSettings, settings_from_environment
 
 if TYPE_CHECKING:
     import torch
@@ -62,7 +62,7 @@ class LoadSession:
     ----------
     device
         Where the model goes; `auto` is the best device there is.
-    config
+    settings
         The settings; those of the environment where None.
     progress
         Called about ten times a second while bytes move, and while the load waits for memory.
@@ -74,11 +74,11 @@ class LoadSession:
         self,
         *,
         device: str = "auto",
-        config: LoadConfig | None = None,
+        settings: LoadSettings | None = None,
         progress: ProgressCallback | None = None,
         machine: MachineSnapshot | None = None,
     ) -> None:
-        self.config = config or config_from_environment()
+        self.settings = settings or settings_from_environment()
         self.stopwatch = Stopwatch()
         self._machine = machine
         self._facts = machine.facts if machine is not None else facts_of(device)
@@ -110,10 +110,10 @@ class LoadSession:
             checkpoint = open_checkpoint(path_or_id, revision=revision)
         self._watched = [shard.path for shard in checkpoint.shards if not shard.is_remote]
         self._monitor = Monitor(
-            interval_s=self.config.sample_interval_s,
+            interval_s=self.settings.sample_interval_s,
             cached_file_bytes=lambda: cached_bytes_of_files(self._watched),
             device_bytes=self._device_bytes,
-            thresholds=self.config.thresholds,
+            thresholds=self.settings.thresholds,
             sampled=self._beat,
             take_census=self._census,
         )
@@ -123,7 +123,7 @@ class LoadSession:
     @contextlib.contextmanager
     def _guarding(self) -> Iterator[None]:
         """Have the load guarded, where that was asked for."""
-        if not self.config.guard:
+        if not self.settings.guard:
             yield
             return
         with Guard() as self._guard:
@@ -159,10 +159,10 @@ class LoadSession:
 
     def room(self) -> dict[str, int | None]:
         """Bytes that a model may take, by device; `cpu` too where that is another memory. None where unknown."""
-        machine = self._machine or probe(facts=self._facts, config=self.config)
+        machine = self._machine or probe(facts=self._facts, settings=self.settings)
         budget, device = machine.budget, self.platform.device
         memory = budget.tightest_in_memory
-        beside_the_window = None if memory is None else max(0, memory.available_bytes - self.config.window_bytes)
+        beside_the_window = None if memory is None else max(0, memory.available_bytes - self.settings.window_bytes)
         if budget.device is None:
             return {device: beside_the_window}
         return {device: budget.available_bytes, "cpu": beside_the_window}
@@ -198,11 +198,11 @@ class LoadSession:
         """
         self._plan = load_plan
         with self.stopwatch.phase("wait"):
-            admission = Admission.of(load_plan, self._facts, self.config, waiting=self._waiting, tried=tried)
+            admission = Admission.of(load_plan, self._facts, self.settings, waiting=self._waiting, tried=tried)
         with admission, self._guarding():
             self._budget = admission.machine.budget
             if load_plan.forecast.read_bytes:
-                self._readers = choose_readers(self.config.reader, load_plan.checkpoint.shards)
+                self._readers = choose_readers(self.settings.reader, load_plan.checkpoint.shards)
             return self._execute(load_plan, admission, convert, live, offload)
 
     def _execute(
@@ -223,9 +223,9 @@ class LoadSession:
         monitor = self._watch
         execution = Execution(
             window_bytes=load_plan.forecast.window_bytes,
-            block_bytes=self.config.block_bytes or self._usual_block_bytes(),
+            block_bytes=self.settings.block_bytes or self._usual_block_bytes(),
             readers=self._readers.readers,
-            threads=self.config.io_threads,
+            threads=self.settings.io_threads,
             cache_policy=admission.machine.reading.page_cache,
             convert=convert,
             progress=progress,
@@ -255,7 +255,7 @@ class LoadSession:
 
     def _usual_block_bytes(self) -> int:
         """What all readers read well, where the window has room for several."""
-        return min([self.config.largest_block_bytes, *(reader.pace.block_bytes for reader in self._readers.readers)])
+        return min([self.settings.largest_block_bytes, *(reader.pace.block_bytes for reader in self._readers.readers)])
 
     @property
     def _watch(self) -> Monitor:
@@ -271,7 +271,7 @@ class LoadSession:
         expected = Expectation(
             taken_bytes=budget.needs_of(load_plan).memory_bytes,
             peak_bytes=final + forecast.window_bytes + forecast.scratch_bytes,
-            allowed_bytes=self.config.memory_budget_bytes if is_shared else None,
+            allowed_bytes=self.settings.memory_budget_bytes if is_shared else None,
             system_reserve_bytes=budget.reserve_bytes(Limit.SYSTEM),
             group_reserve_bytes=budget.reserve_bytes(Limit.GROUP),
             counts_cache=admission.machine.reading.page_cache is not CachePolicy.KEEP,
@@ -279,7 +279,7 @@ class LoadSession:
         self._watch.expect(expected)
         if self._guard is not None:
             reserves = {"system": expected.system_reserve_bytes, "group": expected.group_reserve_bytes}
-            thresholds = self.config.thresholds
+            thresholds = self.settings.thresholds
             self._guard.arm({name: floors_within(reserve, thresholds).hard for name, reserve in reserves.items()})
 
     def _overrun(self) -> MemoryOverrunError:

@@ -12,7 +12,7 @@ import umem
 from tests.writers import Holder, same_bytes, same_numbers, write_safetensors, write_sharded
 from umem import Rule
 from umem._types import DType
-from umem.errors import ConfigError, KeyMismatchError, UnsupportedError
+from umem.errors import KeyMismatchError, SettingsError, UnsupportedError
 from umem.planning import Route
 
 EXPERTS, HIDDEN, INNER = 12, 6, 5
@@ -92,8 +92,8 @@ def test_the_absorbed_scale_of_gemma(tmp_path: Path, stored: torch.dtype, block_
         lambda down, scale: down.transpose(1, 2) * scale[:, None, None],
     )
     module = Holder({"l.0.experts.down_projs": torch.empty(experts, inner, hidden, dtype=torch.bfloat16)})
-    config = umem.LoadConfig(block_bytes=block_bytes)
-    report = umem.load_into(module, tmp_path, device="cpu", rules=[rule], config=config)
+    settings = umem.LoadSettings(block_bytes=block_bytes)
+    report = umem.load_into(module, tmp_path, device="cpu", rules=[rule], settings=settings)
     expected = down.bfloat16().transpose(1, 2) * scale.bfloat16()[:, None, None]
     assert same_numbers(module.get_parameter("l.0.experts.down_projs"), expected)
     ((route, reason),) = report.plan.bytes_by_route()
@@ -151,11 +151,11 @@ def test_what_a_rule_makes_without_a_place_is_unexpected(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("rule", "error"),
     [
-        (Rule("a.{i}", "b.{j}"), ConfigError),
-        (Rule("a.*", "b.*"), ConfigError),
-        (Rule([], "b"), ConfigError),
-        (Rule("{i}.{i}", "b.{i}"), ConfigError),
-        (Rule("a.{i}", "b.{i}", lambda _a: torch.zeros(3)), ConfigError),
+        (Rule("a.{i}", "b.{j}"), SettingsError),
+        (Rule("a.*", "b.*"), SettingsError),
+        (Rule([], "b"), SettingsError),
+        (Rule("{i}.{i}", "b.{i}"), SettingsError),
+        (Rule("a.{i}", "b.{i}", lambda _a: torch.zeros(3)), SettingsError),
         (Rule("a.{i}", "b.{i}", lambda a: a + 1), UnsupportedError),
         (Rule("a.{i}", "b.{i}", lambda a: (a * a).flip(0)), UnsupportedError),
         (Rule("a.{i}", "b.{i}", lambda a: a.repeat(2)), UnsupportedError),

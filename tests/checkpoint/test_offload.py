@@ -14,7 +14,7 @@ from umem._types import DType
 from umem.checkpoint import open_checkpoint
 from umem.checkpoint.offload import OffloadFile, OffloadFolder, Weight, check_space
 from umem.checkpoint.pagecache import cached_bytes_of_files
-from umem.errors import ConfigError, InsufficientSpaceError, UnsupportedError
+from umem.errors import InsufficientSpaceError, SettingsError, UnsupportedError
 
 WEIGHTS = {
     "flag": torch.tensor([True, False, True]),
@@ -99,7 +99,7 @@ def test_folders_without_room_or_on_no_drive_are_refused(tmp_path: Path) -> None
     assert caught.value.needed_bytes == 1 << 60
     assert 0 < caught.value.available_bytes < 1 << 60
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="is a file"):
+    with pytest.raises(SettingsError, match="is a file"):
         check_space(str(tmp_path / "file" / "folder"), 1)
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 

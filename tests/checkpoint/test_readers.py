@@ -18,7 +18,7 @@ from umem.checkpoint.pagecache import cached_bytes_of_files, evict
 from umem.checkpoint.readers import READERS, Reader, choose_readers, odirect
 from umem.checkpoint.readers.base import address_of
 from umem.checkpoint.urls import shown
-from umem.errors import ChangedFileError, ConfigError, ReadError, TruncatedFileError
+from umem.errors import ChangedFileError, ReadError, SettingsError, TruncatedFileError
 
 SIZE = 300_007
 
@@ -277,7 +277,7 @@ def test_file_systems_without_direct_reads(shard: Shard, monkeypatch: pytest.Mon
     choice = choose_readers("auto", [shard])
     assert choice.name == ("buffered" if READERS["dontcache"].why_not(shard) else "dontcache")
     assert "refuses O_DIRECT (Invalid argument)" in choice.reason
-    with pytest.raises(ConfigError, match="Invalid argument"):
+    with pytest.raises(SettingsError, match="Invalid argument"):
         choose_readers("odirect", [shard])
 
 
@@ -350,12 +350,12 @@ def test_urls_have_readers_of_their_own(shard: Shard) -> None:
         ("odirect", web),
     ]
     for name, other in refused:
-        with pytest.raises(ConfigError, match="use reader='auto'"):
+        with pytest.raises(SettingsError, match="use reader='auto'"):
             choose_readers(name, [other])
 
 
 def test_names_of_readers(shard: Shard) -> None:
     assert choose_readers("buffered", [shard, shard]) == ((READERS["buffered"],) * 2, "as set")
     assert choose_readers("auto", []).name == "none"
-    with pytest.raises(ConfigError, match="buffered"):
+    with pytest.raises(SettingsError, match="buffered"):
         choose_readers("fastest", [shard])

@@ -19,7 +19,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 from tests.adapters.hosts.models import save_family
-from umem.errors import CheckpointNotFoundError, ConfigError, MissingDependencyError, RunFailedError
+from umem.errors import CheckpointNotFoundError, MissingDependencyError, RunFailedError, SettingsError
 from umem.measurement import baselines, cgroups, ttff
 from umem.measurement.baselines import MODEL_LOADERS, ModelLoader, check_installed
 from umem.measurement.first_forward import flattened
@@ -231,11 +231,11 @@ def test_refusals_come_before_any_run(dense: Path, tmp_path: Path) -> None:
         measure(Measurement(checkpoint=str(tmp_path)))
     with pytest.raises(CheckpointNotFoundError, match="no such file"):
         measure(Measurement(checkpoint=str(tmp_path / "none")))
-    with pytest.raises(ConfigError, match="transformers, accelerate, safetensors"):
+    with pytest.raises(SettingsError, match="transformers, accelerate, safetensors"):
         Measurement(checkpoint=str(dense), baselines=["vllm"])
-    with pytest.raises(ConfigError, match="cold, warm"):
+    with pytest.raises(SettingsError, match="cold, warm"):
         Measurement(checkpoint=str(dense), caches=["hot"])
-    with pytest.raises(ConfigError, match="one at least"):
+    with pytest.raises(SettingsError, match="one at least"):
         Measurement(checkpoint=str(dense), repeats=0)
 
 

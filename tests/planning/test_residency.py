@@ -11,11 +11,11 @@ from tests.writers import random_tensor, write_safetensors
 from umem._types import DType
 from umem.adapters.families import by_name
 from umem.checkpoint import open_checkpoint
-from umem.config import LoadConfig, Residency
-from umem.errors import ConfigError, UnsupportedError
+from umem.errors import SettingsError, UnsupportedError
 from umem.planning import Adaptation, LoadPlan, Target, Targets, Write, make_plan
 from umem.planning.views import View
 from umem.planning.writes import Conversion, Route
+from umem.settings import LoadSettings, Residency
 
 
 def planned(path: Path, *, target: Target | None = None, live: tuple[str, ...] = ()) -> LoadPlan:
@@ -64,9 +64,9 @@ def test_views_of_parts_are_refused(path: Path) -> None:
 
 
 def test_the_setting_has_two_values() -> None:
-    assert LoadConfig(residency=Residency("mapped")).residency is Residency.MAPPED
-    with pytest.raises(ConfigError, match="owned or mapped"):
-        LoadConfig().with_changes(residency="lazy")
+    assert LoadSettings(residency=Residency("mapped")).residency is Residency.MAPPED
+    with pytest.raises(SettingsError, match="owned or mapped"):
+        LoadSettings().with_changes(residency="lazy")
 
 
 def on_disk(path: Path, dtype: DType | None = None) -> LoadPlan:

@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import pytest
 
-from umem.config import MIB, Thresholds
 from umem.probes import Expectation, Level, Monitor, Rule, overrun_error
 from umem.report.model import peaks_of
+from umem.settings import MIB, Thresholds
 
 
 def wait_until(true: Callable[[], bool]) -> bool:

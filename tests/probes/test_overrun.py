@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 import pytest
 
-from umem.config import MIB, Thresholds
 from umem.errors import MemoryOverrunError
 from umem.probes import CgroupMemory, Expectation, Level, MemorySnapshot, Policy, Rule, Sample, Verdict, overrun_error
+from umem.settings import MIB, Thresholds
 
 
 def sample(time_s: float, *, available: int, headroom: int, own: int) -> Sample:

@@ -16,10 +16,10 @@ from umem._types import DType
 from umem.adapters.families import by_name
 from umem.admission import circumstances
 from umem.checkpoint import open_checkpoint
-from umem.config import LoadConfig
 from umem.errors import InsufficientMemoryError
 from umem.machine import MachineSnapshot
 from umem.planning import LoadPlan, Target, Targets, check_budget, make_plan
+from umem.settings import LoadSettings
 
 PLATFORMS = Path(__file__).parents[1] / "platforms"
 EXPECTED: dict[str, dict[str, Any]] = json.loads((PLATFORMS / "expected.json").read_text())
@@ -45,7 +45,7 @@ def test_every_snapshot_has_an_expectation() -> None:
 @pytest.mark.parametrize("name", sorted(EXPECTED))
 def test_a_machine_of_the_field(name: str, sixty_gib: Path) -> None:
     expected = EXPECTED[name]
-    machine = MachineSnapshot.load(PLATFORMS / f"{name}.json", LoadConfig())
+    machine = MachineSnapshot.load(PLATFORMS / f"{name}.json", LoadSettings())
     platform, budget = machine.platform, machine.budget
     assert (str(platform.kind), platform.device) == (expected["kind"], expected["device"])
     assert budget.tightest is not None
@@ -64,13 +64,13 @@ def test_a_machine_of_the_field(name: str, sixty_gib: Path) -> None:
 
 @pytest.mark.parametrize("name", sorted(EXPECTED))
 def test_a_snapshot_stays_what_it_is_when_it_is_saved_again(name: str, tmp_path: Path) -> None:
-    machine = MachineSnapshot.load(PLATFORMS / f"{name}.json", LoadConfig())
+    machine = MachineSnapshot.load(PLATFORMS / f"{name}.json", LoadSettings())
     machine.save(tmp_path / "again.json")
-    again = MachineSnapshot.load(tmp_path / "again.json", LoadConfig())
+    again = MachineSnapshot.load(tmp_path / "again.json", LoadSettings())
     assert again.to_json() == machine.to_json()
 
 
 def test_a_budget_that_is_set_caps_every_class() -> None:
     for name in EXPECTED:
-        machine = MachineSnapshot.load(PLATFORMS / f"{name}.json", LoadConfig(memory_budget_bytes=GIB))
+        machine = MachineSnapshot.load(PLATFORMS / f"{name}.json", LoadSettings(memory_budget_bytes=GIB))
         assert machine.budget.available_bytes == min(GIB, EXPECTED[name]["available_bytes"]), name

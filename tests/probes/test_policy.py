@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from umem.config import MIB, Bounds, Thresholds
-from umem.errors import ConfigError
+from umem.errors import SettingsError
 from umem.planning import MemorySupply, budget_from
 from umem.planning.budget import Limit
 from umem.probes import CgroupMemory, Expectation, Level, MemorySnapshot, Policy, Rule, Sample, Verdict, floors_within
+from umem.settings import MIB, Bounds, Thresholds
 
 GIB = 1 << 30
 STEP_S = 0.01
@@ -181,7 +181,7 @@ def test_nothing_is_judged_before_and_after_a_load() -> None:
 
 
 def test_bounds_that_contradict_themselves_are_refused() -> None:
-    with pytest.raises(ConfigError, match="swap_bytes_per_s"):
+    with pytest.raises(SettingsError, match="swap_bytes_per_s"):
         Thresholds(swap_bytes_per_s=Bounds(2, 1))
-    with pytest.raises(ConfigError, match="soft_floor_bytes"):
+    with pytest.raises(SettingsError, match="soft_floor_bytes"):
         Thresholds(floor_bytes=2, soft_floor_bytes=1)

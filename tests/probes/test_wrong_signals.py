@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from umem.checkpoint.pagecache import CachePolicy
-from umem.config import LoadConfig
 from umem.machine import MachineSnapshot
 from umem.probes import (
     DeviceMemory,
@@ -23,6 +22,7 @@ from umem.probes import (
     classify,
     read_device_memory,
 )
+from umem.settings import LoadSettings
 
 MIB, GIB = 1 << 20, 1 << 30
 REFUSED = {"total_bytes": "NVMLError_NotSupported: Not Supported"}
@@ -49,7 +49,7 @@ UNASKED = changed(driver={"integrated": None}, torch={"integrated": None})
 
 def machine(facts: PlatformFacts, device: DeviceMemory, **memory: int) -> MachineSnapshot:
     snapshot = MemorySnapshot(time_s=0.0, **memory)  # type: ignore[arg-type]
-    return MachineSnapshot.judged(facts, snapshot, device.checked(), (), LoadConfig())
+    return MachineSnapshot.judged(facts, snapshot, device.checked(), (), LoadSettings())
 
 
 def test_the_integrated_attribute_is_the_test() -> None:

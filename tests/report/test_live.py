@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from rich.console import Console
 
-from umem.config import MIB
 from umem.probes import CgroupMemory, Level, MemorySnapshot, Rule, Sample, Verdict
 from umem.report.live import change_line, live_table
+from umem.settings import MIB
 from umem.strategies import Progress
 
 VERDICTS = (

@@ -29,7 +29,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> LoadReport:
     half = {"norm.weight": random_tensor((64,), torch.float16)}
     write_sharded(directory, [tensors, half])
     module = Holder(tensors | {"norm.weight": torch.empty(64)})
-    return umem.load_into(module, directory, device="cpu", config=umem.LoadConfig(sample_interval_s=0.002))
+    return umem.load_into(module, directory, device="cpu", settings=umem.LoadSettings(sample_interval_s=0.002))
 
 
 def test_phases_add_up_to_the_time_that_passed(report: LoadReport) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import umem
 from tests.writers import Holder, random_tensor, same_bytes, write_safetensors
-from umem import LoadConfig
+from umem import LoadSettings
 from umem._types import DType
 from umem.planning import Target
 from umem.strategies.arenas import ARENA_BYTES, Tenant, arenas_of
@@ -102,8 +102,8 @@ def test_small_tensors_of_all_kinds_load_bit_for_bit(tmp_path: Path, reader: str
     write_safetensors(tmp_path / "m.safetensors", tensors)
     wanted = {name: tensor.to(torch.float64) if name.startswith("wide") else tensor for name, tensor in tensors.items()}
     module = Holder({name: torch.empty_like(tensor, device="meta") for name, tensor in wanted.items()}, "meta")
-    config = LoadConfig(reader=reader, block_bytes=1 << 20)
-    umem.load_into(module, tmp_path, device="cpu", config=config)
+    settings = LoadSettings(reader=reader, block_bytes=1 << 20)
+    umem.load_into(module, tmp_path, device="cpu", settings=settings)
     loaded = module.state_dict()
     for name, tensor in wanted.items():
         assert same_bytes(loaded[name], tensor), name

@@ -13,11 +13,11 @@ from safetensors.torch import save_file
 import umem
 from tests.writers import random_tensor, same_bytes, write_safetensors
 from umem.checkpoint import open_checkpoint
-from umem.config import LoadConfig, Residency
 from umem.errors import ChangedFileError, UnsupportedError
+from umem.settings import LoadSettings, Residency
 from umem.strategies.mapped import MappedShards
 
-MAPPED = LoadConfig(residency=Residency.MAPPED)
+MAPPED = LoadSettings(residency=Residency.MAPPED)
 
 
 class Model(torch.nn.Module):
@@ -43,7 +43,7 @@ def path(tmp_path: Path) -> Path:
 def test_the_model_is_the_file(path: Path) -> None:
     content = path.read_bytes()
     model, owned = Model(), Model()
-    report = umem.load_into(model, path, config=MAPPED, device="cpu")
+    report = umem.load_into(model, path, settings=MAPPED, device="cpu")
     umem.load_into(owned, path, device="cpu")
     assert same_bytes(model.weight, owned.weight)
     assert model.head is model.weight
@@ -57,7 +57,7 @@ def test_the_model_is_the_file(path: Path) -> None:
 
 def test_a_mapping_ends_with_its_last_tensor(path: Path) -> None:
     model = Model()
-    umem.load_into(model, path, config=MAPPED, device="cpu")
+    umem.load_into(model, path, settings=MAPPED, device="cpu")
     assert str(path) in Path("/proc/self/maps").read_text()
     del model
     assert str(path) not in Path("/proc/self/maps").read_text()
@@ -67,12 +67,12 @@ def test_nothing_is_read_until_it_is_used(tmp_path: Path) -> None:
     path = write_safetensors(tmp_path / "m.safetensors", {"w": torch.ones(64 << 20, dtype=torch.uint8)})
     code = (
         "import sys, torch, umem\n"
-        "from umem.config import LoadConfig\n"
+        "from umem.settings import LoadSettings\n"
         "def resident():\n"
         "    return sum(int(l.split()[1]) for l in open('/proc/self/status') if l.startswith(('RssFile', 'RssAnon')))\n"
         "module = torch.nn.Module()\n"
         "module.register_buffer('w', torch.empty(64 << 20, dtype=torch.uint8, device='meta'))\n"
-        "umem.load_into(module, sys.argv[1], device='cpu', config=LoadConfig(residency='mapped'))\n"
+        "umem.load_into(module, sys.argv[1], device='cpu', settings=LoadSettings(residency='mapped'))\n"
         "before = resident()\n"
         "total = int(module.w.sum())\n"
         "print(total, resident() - before)\n"
@@ -90,7 +90,7 @@ def test_items_that_lie_askew_in_the_file_are_refused(tmp_path: Path) -> None:
     module.register_buffer("mask", torch.empty(3, dtype=torch.uint8, device="meta"))
     module.register_buffer("steps", torch.empty((), dtype=torch.int64, device="meta"))
     with pytest.raises(UnsupportedError, match="no multiple of its items' 8"):
-        umem.load_into(module, path, config=MAPPED, device="cpu")
+        umem.load_into(module, path, settings=MAPPED, device="cpu")
     assert module.mask.is_meta
 
 
@@ -98,7 +98,7 @@ def test_a_live_module_cannot_stay_mapped(path: Path) -> None:
     model = Model("cpu")
     before = model.weight.clone()
     with pytest.raises(UnsupportedError, match="memory of its own"):
-        umem.load_into(model, path, config=MAPPED)
+        umem.load_into(model, path, settings=MAPPED)
     assert same_bytes(model.weight, before)
 
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Collection, Mapping
 
 from umem.checkpoint.entries import Checkpoint
-from umem.errors import ConfigError
+from umem.errors import SettingsError
 from umem.planning.targets import Targets
 from umem.planning.views import View
 from umem.planning.writes import Adaptation, Write
@@ -38,7 +38,7 @@ def by_name(
 
     Raises
     ------
-    ConfigError
+    SettingsError
         An expression cannot be read.
     """
     adaptation = adaptation or Adaptation([], [], [], [])
@@ -52,7 +52,7 @@ def by_name(
             continue
         other = sources.setdefault(name, stored_name)
         if other != stored_name:
-            raise ConfigError(f"key_mapping gives {other} and {stored_name} the same name, {name}")
+            raise SettingsError(f"key_mapping gives {other} and {stored_name} the same name, {name}")
         if targets[name].shape != entry.shape:
             found, wanted = str(list(entry.shape)), str(list(targets[name].shape))
             adaptation.mismatched.append((name, found, wanted))
@@ -64,7 +64,7 @@ def by_name(
 
 
 def renamed(name: str, key_mapping: Mapping[str, str] | None) -> str:
-    """`name` after every expression of `key_mapping`, in order. `ConfigError` where one cannot be read."""
+    """`name` after every expression of `key_mapping`, in order. `SettingsError` where one cannot be read."""
     for pattern, replacement in (key_mapping or {}).items():
         name = _compiled(pattern).sub(replacement, name)
     return name
@@ -75,4 +75,4 @@ def _compiled(pattern: str) -> re.Pattern[str]:
     try:
         return re.compile(pattern)
     except re.error as error:
-        raise ConfigError(f"key_mapping: {pattern!r} is no regular expression: {error}") from None
+        raise SettingsError(f"key_mapping: {pattern!r} is no regular expression: {error}") from None

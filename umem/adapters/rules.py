@@ -40,7 +40,7 @@ from umem._types import DType
 from umem.adapters.layout import NotALayoutError, stored
 from umem.adapters.tracing import TracedTensor
 from umem.checkpoint.entries import Checkpoint, Entry
-from umem.errors import ConfigError, UnsupportedError
+from umem.errors import SettingsError, UnsupportedError
 from umem.planning.targets import Targets
 from umem.planning.writes import Adaptation
 from umem.strategies.storage import torch_dtype
@@ -91,7 +91,7 @@ def apply_rules(
 
     Raises
     ------
-    ConfigError
+    SettingsError
         A rule makes no sense: its target uses a place that its sources lack, or its code fails.
     UnsupportedError
         A rule's code does more than move elements and multiply last.
@@ -99,7 +99,7 @@ def apply_rules(
     used: set[str] = set()
     for rule in rules:
         if not rule.patterns:
-            raise ConfigError(f"rule for {rule.target}: it names no sources")
+            raise SettingsError(f"rule for {rule.target}: it names no sources")
         for target, found in _matches(rule, checkpoint, names).items():
             used.update(entry.name for entries in found.values() for entry in entries.values())
             if target not in targets:
@@ -125,7 +125,7 @@ def _matches(rule: Rule, checkpoint: Checkpoint, names: Mapping[str, str]) -> di
 def _compiled(pattern: str, rule: Rule) -> re.Pattern[str]:
     places = [place[1] for place in _PLACE.finditer(rule.target)]
     if None in places or any(f"{{{place}}}" not in pattern for place in places):
-        raise ConfigError(f"rule for {rule.target}: each of its places must be a {{name}} of every source, and no *")
+        raise SettingsError(f"rule for {rule.target}: each of its places must be a {{name}} of every source, and no *")
     parts, end = [], 0
     for place in _PLACE.finditer(pattern):
         parts += [re.escape(pattern[end : place.start()]), f"(?P<{place[1]}>[^.]+)" if place[1] else "[^.]+"]
@@ -133,7 +133,7 @@ def _compiled(pattern: str, rule: Rule) -> re.Pattern[str]:
     try:
         return re.compile("".join([*parts, re.escape(pattern[end:])]))
     except re.error as error:
-        raise ConfigError(f"rule for {rule.target}: the pattern {pattern!r} cannot be read: {error}") from None
+        raise SettingsError(f"rule for {rule.target}: the pattern {pattern!r} cannot be read: {error}") from None
 
 
 def _add(rule: Rule, target: str, found: _Found, targets: Targets, adaptation: Adaptation) -> None:
@@ -152,7 +152,7 @@ def _add(rule: Rule, target: str, found: _Found, targets: Targets, adaptation: A
         adaptation.mismatched.append((target, f"parts that the rule's code cannot join ({error})", wanted))
         return
     if not isinstance(made, TracedTensor):
-        raise ConfigError(f"rule for {target}: its code gave {type(made).__name__}, not a tensor made of its arguments")
+        raise SettingsError(f"rule for {target}: its code gave {type(made).__name__}, no tensor of its arguments")
     layout = made.layout_of_elements
     if layout.shape != targets[target].shape:
         adaptation.mismatched.append((target, str(list(layout.shape)), wanted))

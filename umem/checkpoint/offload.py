@@ -22,7 +22,7 @@ from typing import NamedTuple
 from umem._types import DType, format_bytes
 from umem.checkpoint.mounts import file_system_of
 from umem.checkpoint.pagecache import evict
-from umem.errors import ConfigError, InsufficientSpaceError, UnsupportedError
+from umem.errors import InsufficientSpaceError, SettingsError, UnsupportedError
 
 __all__ = ["OffloadFile", "OffloadFolder", "Weight", "check_space", "settle_file"]
 
@@ -47,12 +47,12 @@ def check_space(folder: str, needed_bytes: int) -> None:
         The drive has too little free.
     UnsupportedError
         The folder lies in memory, not on a drive.
-    ConfigError
+    SettingsError
         It is no folder.
     """
     place = _nearest_existing(folder)
     if not os.path.isdir(place):
-        raise ConfigError(f"the offload folder {folder} is no folder: {place} is a file")
+        raise SettingsError(f"the offload folder {folder} is no folder: {place} is a file")
     kind = file_system_of(place)
     if kind in _IN_MEMORY:
         raise UnsupportedError(
@@ -82,7 +82,7 @@ class OffloadFolder:
 
     Raises
     ------
-    ConfigError
+    SettingsError
         It cannot be made.
     """
 
@@ -98,7 +98,7 @@ class OffloadFolder:
             os.makedirs(parent, exist_ok=True)
             self.path = tempfile.mkdtemp(prefix="umem-", dir=os.path.abspath(parent))
         except OSError as error:
-            raise ConfigError(f"the offload folder {parent} cannot be used: {error.strerror}") from error
+            raise SettingsError(f"the offload folder {parent} cannot be used: {error.strerror}") from error
 
     def remove(self) -> None:
         """Remove the folder with all that is in it, and the parents that were made for it if nothing else is there.

@@ -18,8 +18,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from umem.config import Residency
 from umem.errors import MissingDependencyError
+from umem.settings import Residency
 
 if TYPE_CHECKING:
     import torch
@@ -45,7 +45,7 @@ Span = tuple[str, float, float]
 class LoadRequest:
     """What is to be loaded: a checkpoint's directory, to a device as torch writes it, in a dtype or `auto`.
 
-    `settings` are those fields of umem's config that are not the default.
+    `settings` are those fields of umem's settings that are not the default.
     """
 
     checkpoint: Path
@@ -140,14 +140,14 @@ def _prepare_umem(request: LoadRequest) -> None:
 
 def _load_by_umem(request: LoadRequest, **changes: Any) -> Loaded:
     import umem
-    from umem.config import config_from_environment
+    from umem.settings import settings_from_environment
 
     started_s = time.monotonic()
     model, report = umem.load(
         request.checkpoint,
         device=request.device,
         dtype=request.dtype,
-        config=config_from_environment().with_changes(**{**request.settings, **changes}),
+        settings=settings_from_environment().with_changes(**{**request.settings, **changes}),
         return_report=True,
     )
     spans: list[Span] = [("probe", started_s, min(start for _, start, _ in report.spans)), *report.spans]
@@ -248,7 +248,7 @@ MODEL_LOADERS = {
         ModelLoader(
             "umem-mapped",
             ("transformers", "accelerate"),
-            "`umem.load(path, config=LoadConfig(residency='mapped'))`: the model is the files' own pages",
+            "`umem.load(path, settings=LoadSettings(residency='mapped'))`: the model is the files' own pages",
             _prepare_umem,
             partial(_load_by_umem, residency=Residency.MAPPED),
         ),

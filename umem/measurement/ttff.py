@@ -17,7 +17,7 @@ from typing import Any
 
 from umem.checkpoint import open_checkpoint
 from umem.checkpoint.mounts import file_system_of
-from umem.errors import CheckpointNotFoundError, ConfigError, RunFailedError, UnsupportedError
+from umem.errors import CheckpointNotFoundError, RunFailedError, SettingsError, UnsupportedError
 from umem.measurement.baselines import BASELINES, MODEL_LOADERS, check_installed
 from umem.measurement.first_forward import PROGRAM
 from umem.measurement.fresh import Facts, run_checked, run_fresh, shuffled
@@ -52,7 +52,7 @@ class Measurement:
     repeats
         Rounds.
     settings
-        Fields of umem's config that are not the default.
+        Fields of umem's settings that are not the default.
     """
 
     checkpoint: str
@@ -67,9 +67,9 @@ class Measurement:
         for what, given, known in (("baseline", self.baselines, BASELINES), ("cache", self.caches, CACHES)):
             for name in given:
                 if name not in known:
-                    raise ConfigError(f"no {what} is called {name!r}; there are: {', '.join(known)}")
+                    raise SettingsError(f"no {what} is called {name!r}; there are: {', '.join(known)}")
         if self.repeats < 1:
-            raise ConfigError(f"repeats={self.repeats}: one at least")
+            raise SettingsError(f"repeats={self.repeats}: one at least")
 
     @property
     def loaders(self) -> list[str]:

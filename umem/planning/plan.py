@@ -14,7 +14,6 @@ from typing import Any
 from umem._display import Displayed
 from umem._types import DType
 from umem.checkpoint.entries import Checkpoint, Entry
-from umem.config import Residency
 from umem.errors import CoverageError, KeyMismatchError, ShapeMismatch
 from umem.planning.coverage import prove_coverage
 from umem.planning.keys import near_names, without
@@ -22,6 +21,7 @@ from umem.planning.residency import as_kept, as_mapped
 from umem.planning.targets import DISK, Target, Targets
 from umem.planning.views import View
 from umem.planning.writes import Adaptation, Conversion, Group, Route, Write
+from umem.settings import Residency
 
 __all__ = ["PLAN_SCHEMA_VERSION", "Forecast", "LoadPlan", "make_plan"]
 

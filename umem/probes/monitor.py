@@ -15,11 +15,11 @@ from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import Protocol, Self
 
-from umem.config import Thresholds
 from umem.probes.memory import MemoryProbe
 from umem.probes.policy import Expectation, Policy
 from umem.probes.processes import Census, census
 from umem.probes.verdicts import Level, Sample, Verdict
+from umem.settings import Thresholds
 
 __all__ = ["LoadStoppedError", "LoadWatch", "Monitor", "Sample", "Unwatched"]
 

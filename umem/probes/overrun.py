@@ -7,10 +7,10 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from umem._types import format_bytes
-from umem.config import MIB
 from umem.errors import MemoryOverrunError, ProcessMemory
 from umem.probes.policy import Policy
 from umem.probes.verdicts import Rule, Sample, Verdict
+from umem.settings import MIB
 
 __all__ = ["Cause", "overrun_error"]
 

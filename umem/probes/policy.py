@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from umem.config import MIB, Bounds, Thresholds
 from umem.probes.memory import MemorySnapshot
 from umem.probes.verdicts import Level, Rule, Sample, Verdict
+from umem.settings import MIB, Bounds, Thresholds
 
 __all__ = ["Expectation", "Floors", "Policy", "Room", "floors_within"]
 

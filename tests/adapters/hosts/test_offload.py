@@ -24,17 +24,17 @@ from tests.adapters.hosts.models import logits, save_family  # noqa: E402
 from tests.adapters.hosts.test_transformers import in_fp8, rewrite, scaled_experts, small_fp8_model  # noqa: E402
 from tests.writers import same_bytes  # noqa: E402
 from umem.adapters.hosts.transformers.placement import DeviceMap, Placement  # noqa: E402
-from umem.config import LoadConfig  # noqa: E402
 from umem.errors import (  # noqa: E402
     ChangedFileError,
-    ConfigError,
     InsufficientMemoryError,
     InsufficientSpaceError,
     ReadError,
+    SettingsError,
     UnsupportedError,
 )
 from umem.planning import Route  # noqa: E402
 from umem.probes import Platform, PlatformClass  # noqa: E402
+from umem.settings import LoadSettings  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -47,10 +47,10 @@ def quiet_accelerate() -> Iterator[None]:
     logger.setLevel(before)
 
 
-def budget_of(model: torch.nn.Module, fraction: float) -> LoadConfig:
+def budget_of(model: torch.nn.Module, fraction: float) -> LoadSettings:
     """Settings under which that fraction of the model's bytes fits beside the window."""
     size = sum(parameter.nbytes for parameter in model.parameters())
-    return LoadConfig(memory_budget_bytes=LoadConfig().window_bytes + int(fraction * size))
+    return LoadSettings(memory_budget_bytes=LoadSettings().window_bytes + int(fraction * size))
 
 
 def files_in(folder: Path) -> list[Path]:
@@ -62,14 +62,14 @@ def files_in(folder: Path) -> list[Path]:
 def test_a_split_model_answers_as_the_whole_one(tmp_path: Path, family: str, fraction: float) -> None:
     save_family(tmp_path, family)
     whole = umem.load(tmp_path, device="cpu")
-    config = budget_of(whole, fraction)
+    settings = budget_of(whole, fraction)
     split, report = umem.load(
-        tmp_path, device="cpu", offload="disk", offload_folder=tmp_path / "off", config=config, return_report=True
+        tmp_path, device="cpu", offload="disk", offload_folder=tmp_path / "off", settings=settings, return_report=True
     )
     assert torch.equal(logits(split), logits(whole))
     forecast = report.plan.forecast
     assert set(forecast.final_bytes_by_device) == {"cpu", "disk"}
-    assert forecast.peak_bytes <= (config.memory_budget_bytes or 0)
+    assert forecast.peak_bytes <= (settings.memory_budget_bytes or 0)
     on_disk = {name for name, parameter in split.named_parameters() if parameter.is_meta}
     assert (
         sum(parameter.nbytes for name, parameter in whole.named_parameters() if name in on_disk)
@@ -82,24 +82,24 @@ def test_a_split_model_answers_as_the_whole_one(tmp_path: Path, family: str, fra
 
 def test_a_refusal_names_the_offloading_that_would_fit(tmp_path: Path) -> None:
     save_family(tmp_path, "qwen3_moe")
-    config = budget_of(umem.load(tmp_path, device="cpu"), 0.8)
+    settings = budget_of(umem.load(tmp_path, device="cpu"), 0.8)
     with pytest.raises(InsufficientMemoryError, match="leave on disk what does not fit") as caught:
-        umem.load(tmp_path, device="cpu", config=config)
+        umem.load(tmp_path, device="cpu", settings=settings)
     (remedy,) = [remedy for remedy in caught.value.remedies if remedy.action == "offload"]
     folder = tmp_path / "off"
     _, report = umem.load(
-        tmp_path, device="cpu", config=config, offload="disk", offload_folder=folder, return_report=True
+        tmp_path, device="cpu", settings=settings, offload="disk", offload_folder=folder, return_report=True
     )
     assert report.plan.forecast.peak_bytes == remedy.nbytes
 
 
 def test_a_refusal_does_not_name_offloading_that_would_not_fit(tmp_path: Path) -> None:
     save_family(tmp_path, "llama")
-    config = budget_of(umem.load(tmp_path, device="cpu"), 0.01)
+    settings = budget_of(umem.load(tmp_path, device="cpu"), 0.01)
     maps: list[dict[str, str] | None] = [None, {"": "cpu"}]
     for device_map in maps:
         with pytest.raises(InsufficientMemoryError) as caught:
-            umem.load(tmp_path, device="cpu", config=config, device_map=device_map)
+            umem.load(tmp_path, device="cpu", settings=settings, device_map=device_map)
         assert "offload" not in {remedy.action for remedy in caught.value.remedies}
 
 
@@ -186,12 +186,12 @@ def test_maps_that_cannot_be(tmp_path: Path) -> None:
     save_family(tmp_path, "llama-tied")
     rest = {"model.layers": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu"}
     cases: list[tuple[Any, type[Exception], str]] = [
-        ("auto", ConfigError, "offload='cpu' or 'disk'"),
-        ({"": "gpu"}, ConfigError, "'gpu' is no device"),
-        ({"": "meta"}, ConfigError, "meta holds no weights"),
-        ({"": "cpu", "model.layer.0": "cpu"}, ConfigError, "no module model.layer.0"),
-        ({"model.layers": "cpu"}, ConfigError, r"no device for model.embed_tokens.weight, .*lm_head"),
-        ({"": "disk", "lm_head": "cpu"}, ConfigError, "lm_head lies in the model, which goes elsewhere"),
+        ("auto", SettingsError, "offload='cpu' or 'disk'"),
+        ({"": "gpu"}, SettingsError, "'gpu' is no device"),
+        ({"": "meta"}, SettingsError, "meta holds no weights"),
+        ({"": "cpu", "model.layer.0": "cpu"}, SettingsError, "no module model.layer.0"),
+        ({"model.layers": "cpu"}, SettingsError, r"no device for model.embed_tokens.weight, .*lm_head"),
+        ({"": "disk", "lm_head": "cpu"}, SettingsError, "lm_head lies in the model, which goes elsewhere"),
         (
             {**rest, "model.embed_tokens": "cpu", "lm_head": "disk"},
             UnsupportedError,
@@ -202,9 +202,9 @@ def test_maps_that_cannot_be(tmp_path: Path) -> None:
         for function in (umem.plan, umem.load):
             with pytest.raises(kind, match=message):
                 function(tmp_path, device="cpu", device_map=device_map)
-    with pytest.raises(ConfigError, match="offload or device_map"):
+    with pytest.raises(SettingsError, match="offload or device_map"):
         umem.load(tmp_path, device="cpu", device_map={"": "disk"}, offload="disk")
-    with pytest.raises(ConfigError, match="cpu or disk"):
+    with pytest.raises(SettingsError, match="cpu or disk"):
         umem.load(tmp_path, device="cpu", offload="nvme")
 
 
@@ -226,7 +226,7 @@ def test_the_planner_gets_the_budgets_of_device_and_processor() -> None:
     assert discrete == {"device_map": "sequential", "max_memory": {1: 7, "cpu": 9}}
     assert to_disk.settings(session(PlatformClass.UNIFIED, "cuda:0"))["max_memory"] == {0: 7}
     assert to_disk.settings(session(PlatformClass.UNIFIED, "mps"))["max_memory"] == {"mps": 7}
-    with pytest.raises(ConfigError, match="how much memory cpu has"):
+    with pytest.raises(SettingsError, match="how much memory cpu has"):
         to_disk.settings(session(PlatformClass.DISCRETE, "cuda:0", cpu=None))
 
 
@@ -240,15 +240,15 @@ def test_devices_of_a_map_are_found_by_the_nearest_module() -> None:
 
 def test_a_piece_that_stays_whole_and_does_not_fit(tmp_path: Path) -> None:
     save_family(tmp_path, "llama")
-    config = budget_of(umem.load(tmp_path, device="cpu"), 0.3)
+    settings = budget_of(umem.load(tmp_path, device="cpu"), 0.3)
     with pytest.raises(InsufficientMemoryError, match=r"model\.layers\.0 is computed as one piece") as caught:
-        umem.load(tmp_path, device="cpu", offload="disk", config=config)
+        umem.load(tmp_path, device="cpu", offload="disk", settings=settings)
     assert caught.value.needed_bytes > caught.value.available_bytes
 
 
 def test_refusals_of_what_would_have_to_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_family(tmp_path, "qwen3_moe")
-    with pytest.raises(ConfigError, match="not stored as they are used and have to be written; say where"):
+    with pytest.raises(SettingsError, match="not stored as they are used and have to be written; say where"):
         umem.load(tmp_path, device="cpu", device_map={"": "disk"})
     monkeypatch.setattr("shutil.disk_usage", lambda _path: SimpleNamespace(free=100))
     with pytest.raises(InsufficientSpaceError, match="100 B are free"):
@@ -313,7 +313,7 @@ def test_a_load_that_fails_leaves_the_folder_as_it_was(
     settings: dict[str, Any] = {"device_map": {"": "disk"}, "offload_folder": tmp_path / "off" / "a"}
     monkeypatch.setattr(place, Unlucky(error))
     with pytest.raises(raised):
-        umem.load(tmp_path, device="cpu", config=LoadConfig(reader="buffered"), **settings)
+        umem.load(tmp_path, device="cpu", settings=LoadSettings(reader="buffered"), **settings)
     assert [path.name for path in (tmp_path / "off").rglob("*")] == ["foreign"]
 
 
@@ -331,8 +331,8 @@ def test_a_checkpoint_that_changes_under_the_load_is_no_place_to_stay(tmp_path: 
 
 def test_the_plan_says_where_things_go(tmp_path: Path) -> None:
     save_family(tmp_path, "qwen3_moe")
-    config = budget_of(umem.load(tmp_path, device="cpu"), 0.6)
-    plan = umem.plan(tmp_path, device="cpu", offload="disk", config=config)
+    settings = budget_of(umem.load(tmp_path, device="cpu"), 0.6)
+    plan = umem.plan(tmp_path, device="cpu", offload="disk", settings=settings)
     facts = json.loads(json.dumps(plan.to_json()))["forecast"]
     assert facts["final_bytes_by_device"].keys() == {"cpu", "disk"}
     assert 0 < facts["offloaded_bytes"] < facts["final_bytes_by_device"]["disk"]

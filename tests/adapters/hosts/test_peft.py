@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 import umem  # noqa: E402
 from tests.adapters.hosts.models import FAMILIES  # noqa: E402
 from tests.writers import same_bytes  # noqa: E402
-from umem import LoadConfig  # noqa: E402
+from umem import LoadSettings  # noqa: E402
 from umem.errors import (  # noqa: E402
     CheckpointFormatError,
     CheckpointNotFoundError,
@@ -225,9 +225,9 @@ def test_per_expert_adapters_are_converted_by_peft(tmp_path: Path, window_mib: i
     report = assert_same_loaded(base, tmp_path)
     routes = {route: count for (route, _), count in report.plan.bytes_by_route().items()}
     assert 0 < routes[Route.MATERIALIZED] < report.plan.forecast.read_bytes / 2
-    settings = LoadConfig(window_bytes=window_mib << 20)
-    assert_same_merged(base, tmp_path, config=settings)
-    umem.load_adapter(base, tmp_path, config=settings)
+    settings = LoadSettings(window_bytes=window_mib << 20)
+    assert_same_merged(base, tmp_path, settings=settings)
+    umem.load_adapter(base, tmp_path, settings=settings)
 
 
 @pytest.mark.parametrize(
@@ -411,7 +411,7 @@ def test_too_little_memory(tmp_path: Path, merge: bool) -> None:
     saved(base, LoraConfig(target_modules=["a"]), tmp_path)
     before = copy.deepcopy(base.state_dict())
     with pytest.raises(InsufficientMemoryError):
-        umem.load_adapter(base, tmp_path, merge=merge, config=LoadConfig(memory_budget_bytes=1000))
+        umem.load_adapter(base, tmp_path, merge=merge, settings=LoadSettings(memory_budget_bytes=1000))
     assert not changed_weights(base, before)
 
 
@@ -441,7 +441,7 @@ def test_an_interrupted_merge_names_the_spoiled_weights(
 
     monkeypatch.setattr(os, "preadv", fails_late)
     with pytest.raises((ReadError, KeyboardInterrupt)) as caught:
-        umem.load_adapter(base, tmp_path, merge=True, config=LoadConfig(reader="buffered"))
+        umem.load_adapter(base, tmp_path, merge=True, settings=LoadSettings(reader="buffered"))
     monkeypatch.setattr(os, "preadv", real)
     changed = changed_weights(base, before)
     assert 0 < len(changed) < 8
@@ -463,7 +463,7 @@ def test_an_adapter_that_brings_base_weights_says_which_ones_it_spoiled(
 
     monkeypatch.setattr(os, "preadv", fails)
     with pytest.raises(ReadError) as caught:
-        umem.load_adapter(base, tmp_path, config=LoadConfig(reader="buffered"))
+        umem.load_adapter(base, tmp_path, settings=LoadSettings(reader="buffered"))
     assert "a.bias" in caught.value.spoiled
     assert set(caught.value.spoiled) <= set(base.state_dict())
     assert [type(module) for module in base.modules()] == [type(module) for module in Net().modules()]

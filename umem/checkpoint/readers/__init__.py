@@ -14,7 +14,7 @@ from umem.checkpoint.readers.mapped import MappedReader
 from umem.checkpoint.readers.odirect import ODirectReader
 from umem.checkpoint.readers.remote import FsspecReader, HttpReader
 from umem.checkpoint.urls import is_http, protocol_of
-from umem.errors import ConfigError
+from umem.errors import SettingsError
 
 __all__ = ["READERS", "CancellableHandle", "Pace", "ReadHandle", "Reader", "ReaderChoice", "choose_readers"]
 
@@ -47,7 +47,7 @@ def choose_readers(name: str, shards: Sequence[Shard]) -> ReaderChoice:
 
     Raises
     ------
-    ConfigError
+    SettingsError
         There is no such reader, or it cannot read these files; the message lists the choices or says why.
     """
     if name == "auto":
@@ -55,11 +55,11 @@ def choose_readers(name: str, shards: Sequence[Shard]) -> ReaderChoice:
         reasons = Counter(reason for _, reason in picks)
         return ReaderChoice(tuple(reader for reader, _ in picks), "; ".join(why for why, _ in reasons.most_common()))
     if name not in READERS:
-        raise ConfigError(f"no reader is called {name!r}; there are: auto, {', '.join(sorted(READERS))}")
+        raise SettingsError(f"no reader is called {name!r}; there are: auto, {', '.join(sorted(READERS))}")
     reader = READERS[name]
     obstacle = next((why for shard in shards if (why := reader.why_not(shard))), None)
     if obstacle:
-        raise ConfigError(f"the reader {name} cannot read these files: {obstacle}; use reader='auto'")
+        raise SettingsError(f"the reader {name} cannot read these files: {obstacle}; use reader='auto'")
     return ReaderChoice((reader,) * len(shards), "as set")
 
 

@@ -95,7 +95,7 @@ class AdapterLoad:
             peft_model, filling = self._injected()
             with self._session.phase("plan"):
                 merging = MergePlan(peft_model, self._adapter_name, filling, self._base)
-                plan = merging.plan(self._session.config)
+                plan = merging.plan(self._session.settings)
             make = self._converter(peft_model)
             live = {target.name: self._base.tensors[target.name] for target in plan.filled}
             self._session.run(plan, convert=lambda name, tensors: merging.convert(name, tensors, make), live=live)
@@ -124,7 +124,7 @@ class AdapterLoad:
                 self._checkpoint,
                 Targets(wanted),
                 self._mapping.adaptation,
-                window_bytes=self._session.config.window_bytes,
+                window_bytes=self._session.settings.window_bytes,
                 live=self._live.keys(),
                 allow_unexpected=self._allow_unexpected,
             )
@@ -132,7 +132,7 @@ class AdapterLoad:
 
     def _within_the_window(self, plan: LoadPlan) -> LoadPlan:
         """The plan with conversions that leave room in the window for their own reads."""
-        settings = self._session.config
+        settings = self._session.settings
         room = max(0, settings.window_bytes - 2 * settings.largest_block_bytes)
         groups = tuple(group._replace(scratch_bytes=min(group.scratch_bytes, room)) for group in plan.groups)
         return replace(plan, groups=groups)

@@ -16,10 +16,10 @@ from peft.utils.other import ModulesToSaveWrapper
 from umem.adapters.hosts.peft.base_tensors import BaseTensors
 from umem.adapters.hosts.peft.merging import WeightUpdate, weight_updates
 from umem.checkpoint import Entry
-from umem.config import MIB, LoadConfig
 from umem.errors import UnsupportedError
 from umem.planning import LoadPlan, Targets, make_plan
 from umem.planning.writes import Adaptation, Group, Route, Write
+from umem.settings import MIB, LoadSettings
 from umem.strategies.storage import torch_dtype
 
 __all__ = ["MakePart", "MergePlan"]
@@ -59,25 +59,25 @@ class MergePlan:
         self._tile_bytes = _SMALLEST_TILE_BYTES
         self._check_everything_has_a_place()
 
-    def plan(self, config: LoadConfig) -> LoadPlan:
+    def plan(self, settings: LoadSettings) -> LoadPlan:
         """The groups, with what they hold: first the tensors that are replaced whole, then the updates."""
         filling = self._filling
         written = make_plan(
             filling.checkpoint,
             Targets(self._base.targets[name] for name in self._base.targets if name in self._overwritten()),
             Adaptation(self._overwrites(), [], [], []),
-            window_bytes=config.window_bytes,
+            window_bytes=settings.window_bytes,
             live=self._base.tensors.keys(),
         )
         needs = {name: self._factor_bytes(update) for name, update in self._updates.items()}
-        room = config.window_bytes - max(needs.values(), default=0)
+        room = settings.window_bytes - max(needs.values(), default=0)
         self._tile_bytes = min(_LARGEST_TILE_BYTES, max(_SMALLEST_TILE_BYTES, room))
-        blocks_bytes = 2 * config.largest_block_bytes
+        blocks_bytes = 2 * settings.largest_block_bytes
         groups = [*written.groups]
         for name, update in self._updates.items():
-            held = min(needs[name] + self._tile_bytes, max(0, config.window_bytes - blocks_bytes))
+            held = min(needs[name] + self._tile_bytes, max(0, settings.window_bytes - blocks_bytes))
             groups.append(self._group(name, update, held))
-        beyond = max(needs.values(), default=0) + max(self._tile_bytes, blocks_bytes) - config.window_bytes
+        beyond = max(needs.values(), default=0) + max(self._tile_bytes, blocks_bytes) - settings.window_bytes
         targets = {target: self._base.targets[target] for group in groups for target in group.targets}
         forecast = replace(
             written.forecast,

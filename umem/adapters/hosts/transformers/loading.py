@@ -54,10 +54,10 @@ class TransformersLoad:
             self._checkpoint,
             compiled.targets,
             compiled.adaptation,
-            window_bytes=self._session.config.window_bytes,
+            window_bytes=self._session.settings.window_bytes,
             allow_missing=self._allow_missing,
             allow_unexpected=self._allow_unexpected,
-            residency=self._session.config.residency,
+            residency=self._session.settings.residency,
         )
         placement.check_plan(plan, model)
         return compiled, plan

@@ -15,7 +15,7 @@ from transformers.integrations.accelerate import offload_weight
 
 from umem._types import format_bytes
 from umem.checkpoint.offload import OffloadFile, OffloadFolder, Weight, check_space, settle_file
-from umem.errors import ConfigError
+from umem.errors import SettingsError
 from umem.planning import Group, LoadPlan, Route, Target
 from umem.planning.targets import DISK
 from umem.strategies.storage import torch_dtype
@@ -48,7 +48,7 @@ class DiskOffload:
 
     Raises
     ------
-    ConfigError
+    SettingsError
         Files have to be written, and no folder was given.
     InsufficientSpaceError, UnsupportedError
         The folder has no room, or is in memory.
@@ -62,7 +62,7 @@ class DiskOffload:
         self.index = OffloadIndex()
         needed_bytes = plan.forecast.offloaded_bytes
         if needed_bytes and folder is None:
-            raise ConfigError(
+            raise SettingsError(
                 f"{format_bytes(needed_bytes)} of the weights on disk are not stored as they are used and have to be"
                 " written; say where with offload_folder"
             )

@@ -18,7 +18,7 @@ from accelerate.utils.modeling import get_max_layer_size
 from transformers.integrations.accelerate import _get_device_map, compute_module_sizes
 
 from umem._types import format_bytes
-from umem.errors import ConfigError, InsufficientMemoryError, Remedy, UnsupportedError
+from umem.errors import InsufficientMemoryError, Remedy, SettingsError, UnsupportedError
 from umem.planning import LoadPlan
 from umem.planning.targets import DISK
 from umem.probes import PlatformClass
@@ -67,9 +67,9 @@ class DeviceMap:
         try:
             found = torch.device(kind, device) if isinstance(device, int) else torch.device(device)
         except (RuntimeError, TypeError) as error:
-            raise ConfigError(f"device_map: {device!r} is no device; give 'cpu', 'disk' or a torch device") from error
+            raise SettingsError(f"device_map: {device!r} is no device; give 'cpu', 'disk' or a torch device") from error
         if found.type == "meta":
-            raise ConfigError("device_map: meta holds no weights; give 'cpu', 'disk' or a torch device")
+            raise SettingsError("device_map: meta holds no weights; give 'cpu', 'disk' or a torch device")
         return self._main_device if str(found) == kind else str(found)
 
 
@@ -104,18 +104,18 @@ class Placement:
 
         Raises
         ------
-        ConfigError
+        SettingsError
             One has no meaning, or two contradict each other.
         """
         if offload is not None and offload not in tuple(Offload):
-            raise ConfigError(f"offload={offload!r}: {' or '.join(Offload)}")
+            raise SettingsError(f"offload={offload!r}: {' or '.join(Offload)}")
         if device_map is not None and not isinstance(device_map, Mapping):
-            raise ConfigError(
+            raise SettingsError(
                 f"device_map={device_map!r}: give a map of modules to devices, or say device=... for one device and"
                 " offload='cpu' or 'disk' for what does not fit it"
             )
         if offload is not None and device_map is not None:
-            raise ConfigError("offload plans a device map of its own; give offload or device_map")
+            raise SettingsError("offload plans a device map of its own; give offload or device_map")
         folder = None if offload_folder is None else os.fspath(offload_folder)
         return cls(offload=offload and Offload(offload), offload_folder=folder, device_map=device_map)
 
@@ -126,7 +126,7 @@ class Placement:
         ------
         UnsupportedError
             There is nothing to gain by offloading there.
-        ConfigError
+        SettingsError
             The memory is not known.
         """
         device = session.platform.device
@@ -139,7 +139,7 @@ class Placement:
         room = session.room()
         unknown = [name for name, nbytes in room.items() if nbytes is None]
         if unknown:
-            raise ConfigError(f"the machine does not tell how much memory {unknown[0]} has; set a memory budget")
+            raise SettingsError(f"the machine does not tell how much memory {unknown[0]} has; set a memory budget")
         # With one device there is nothing to balance: `sequential` fills it, then the processor, then the disk.
         return {"device_map": "sequential", "max_memory": {_key_of(name): nbytes for name, nbytes in room.items()}}
 
@@ -170,7 +170,7 @@ class Placement:
 
         Raises
         ------
-        ConfigError
+        SettingsError
             The caller's map names what the model does not have, or leaves some of it out.
         UnsupportedError
             Tensors that are tied are not on disk together.
@@ -266,19 +266,19 @@ def _check_names(given: Mapping[str, Any], devices: DeviceMap, model: Any) -> No
     known = {name for name, _ in model.named_modules()} | set(tensors)
     foreign = [name for name in given if name not in known]
     if foreign:
-        raise ConfigError(f"device_map: the model has no module {', '.join(foreign[:_SHOWN])}")
+        raise SettingsError(f"device_map: the model has no module {', '.join(foreign[:_SHOWN])}")
     for name in given:
         above = next((parent for parent in _parents(name) if parent != name and parent in given), None)
         if above is not None and devices.device_of(above) != devices.device_of(name):
             whole = above or "the model"
-            raise ConfigError(
+            raise SettingsError(
                 f"device_map: {name} lies in {whole}, which goes elsewhere; name the modules of {whole} one by one"
             )
     outside = getattr(model, "_no_placement_params", None) or ()
     left_out = [name for name in tensors if devices.device_of(name) is None and not name.endswith(tuple(outside))]
     if left_out:
         more = f" and {len(left_out) - _SHOWN} more" if len(left_out) > _SHOWN else ""
-        raise ConfigError(f"device_map: no device for {', '.join(left_out[:_SHOWN])}{more}; add their modules")
+        raise SettingsError(f"device_map: no device for {', '.join(left_out[:_SHOWN])}{more}; add their modules")
 
 
 def _ties_of(model: Any) -> dict[str, set[str]]:

@@ -13,9 +13,9 @@ from enum import StrEnum
 from typing import Any, NamedTuple
 
 from umem._types import format_bytes, parse_bytes, parse_seconds
-from umem.errors import ConfigError
+from umem.errors import SettingsError
 
-__all__ = ["MIB", "Bounds", "LoadConfig", "Residency", "Thresholds", "config_from_environment"]
+__all__ = ["MIB", "Bounds", "LoadSettings", "Residency", "Thresholds", "settings_from_environment"]
 
 MIB = 1 << 20
 
@@ -100,15 +100,15 @@ class Thresholds:
 
     def __post_init__(self) -> None:
         if self.soft_floor_bytes is not None and self.soft_floor_bytes < (self.floor_bytes or 0):
-            raise ConfigError("soft_floor_bytes is below floor_bytes: a load slows down before it stops")
+            raise SettingsError("soft_floor_bytes is below floor_bytes: a load slows down before it stops")
         for name in self.__dataclass_fields__:
             value = getattr(self, name)
             if isinstance(value, Bounds) and not 0 < value.soft <= value.hard:
-                raise ConfigError(f"{name}: the soft bound is above 0 and no more than the hard one")
+                raise SettingsError(f"{name}: the soft bound is above 0 and no more than the hard one")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LoadConfig:
+class LoadSettings:
     """How to load. Every field has a default that suits most machines.
 
     Attributes
@@ -157,38 +157,38 @@ class LoadConfig:
     def __post_init__(self) -> None:
         if self.window_bytes < SMALLEST_WINDOW_BYTES:
             smallest = format_bytes(SMALLEST_WINDOW_BYTES)
-            raise ConfigError(f"window_bytes={self.window_bytes}: the window needs at least {smallest}")
+            raise SettingsError(f"window_bytes={self.window_bytes}: the window needs at least {smallest}")
         if self.block_bytes is not None and not 64 * 1024 <= self.block_bytes <= self.window_bytes // 2:
-            raise ConfigError(f"block_bytes={self.block_bytes}: a block has 64 KiB at least and half a window at most")
+            raise SettingsError(f"block_bytes={self.block_bytes}: a block has 64 KiB to half a window")
         if self.io_threads is not None and not 1 <= self.io_threads <= 64:
-            raise ConfigError(f"io_threads={self.io_threads}: between 1 and 64")
+            raise SettingsError(f"io_threads={self.io_threads}: between 1 and 64")
         for name in ("memory_budget_bytes", "reserve_bytes"):
             value = getattr(self, name)
             if value is not None and value < 0:
-                raise ConfigError(f"{name}={value}: a size in bytes is not negative")
+                raise SettingsError(f"{name}={value}: a size in bytes is not negative")
         if not 0 <= self.wait_for_memory_s < math.inf:
-            raise ConfigError(f"wait_for_memory_s={self.wait_for_memory_s}: a time in seconds, 0 for no waiting")
+            raise SettingsError(f"wait_for_memory_s={self.wait_for_memory_s}: a time in seconds, 0 for no waiting")
         if self.residency not in tuple(Residency):
-            raise ConfigError(f"residency={self.residency!r}: {' or '.join(Residency)}")
+            raise SettingsError(f"residency={self.residency!r}: {' or '.join(Residency)}")
         if not 0 < self.sample_interval_s <= 0.1:
-            raise ConfigError(f"sample_interval_s={self.sample_interval_s}: above 0 and no more than 0.1")
+            raise SettingsError(f"sample_interval_s={self.sample_interval_s}: above 0 and no more than 0.1")
 
     @property
     def largest_block_bytes(self) -> int:
         """The most that one read may have, whatever the reader."""
         return self.block_bytes or self.window_bytes // 8
 
-    def with_changes(self, **changes: Any) -> LoadConfig:
+    def with_changes(self, **changes: Any) -> LoadSettings:
         """A copy with some fields replaced; fields given as None keep their value."""
         return replace(self, **{name: value for name, value in changes.items() if value is not None})
 
 
-def config_from_environment(environment: Mapping[str, str] = os.environ) -> LoadConfig:
+def settings_from_environment(environment: Mapping[str, str] = os.environ) -> LoadSettings:
     """The default settings, changed by the `UMEM_*` variables.
 
     Raises
     ------
-    ConfigError
+    SettingsError
         A value cannot be read, or a variable starts with `UMEM_` and is none that umem knows.
     """
     values: dict[str, object] = {}
@@ -196,9 +196,9 @@ def config_from_environment(environment: Mapping[str, str] = os.environ) -> Load
         if not variable.startswith("UMEM_"):
             continue
         if variable not in _VARIABLES:
-            raise ConfigError(f"{variable} is no setting of umem; known: {', '.join(sorted(_VARIABLES))}")
+            raise SettingsError(f"{variable} is no setting of umem; known: {', '.join(sorted(_VARIABLES))}")
         values[_VARIABLES[variable]] = _parsed(variable, text)
-    return LoadConfig(**values)  # type: ignore[arg-type]
+    return LoadSettings(**values)  # type: ignore[arg-type]
 
 
 def _parsed(variable: str, text: str) -> object:
@@ -212,7 +212,7 @@ def _parsed(variable: str, text: str) -> object:
             return _switch(text)
         return int(text) if name == "io_threads" else text
     except ValueError as error:
-        raise ConfigError(f"{variable}={text!r}: {error}") from None
+        raise SettingsError(f"{variable}={text!r}: {error}") from None
 
 
 def _switch(text: str) -> bool:
